@@ -14,17 +14,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 Trial = dict[str, Any]
 
 
-def run_ranks(size: int, trials: Sequence[Trial], timeout: float = 600) -> list[list[Trial]]:
-    """Run the trials on `size` ranks, and return what each rank printed."""
+def run_ranks(
+    size: int, trials: Sequence[Trial], timeout: float = 600, module: str = "context_ranks"
+) -> list[list[Trial]]:
+    """Run the trials of `module` on `size` ranks, and return what each rank printed."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "ignore", "-m", "context_ranks"]
+        command = [sys.executable, "-W", "ignore", "-m", module]
         ranks = [
             subprocess.Popen(
                 [*command, str(rank), str(size), f"{folder}/store", json.dumps(trials)],
@@ -44,7 +46,7 @@ def run_ranks(size: int, trials: Sequence[Trial], timeout: float = 600) -> list[
     ]
 
 
-def main() -> None:
+def main(tried: Callable[[int, Trial], Trial]) -> None:
     import torch.distributed as dist
 
     rank, size, store, trials = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
@@ -143,4 +145,4 @@ HELD = 20  # seconds
 NAMES = {"height": "height", "width": "width", "frames": "num_frames"}
 
 if __name__ == "__main__":
-    main()
+    main(tried)

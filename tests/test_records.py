@@ -168,7 +168,7 @@ FORECAST = PhaseForecast(name="denoise", seconds=1.5, peak_bytes=68, other_devic
 DEVICE_MAP = DeviceMap(strategy="balanced", components={"vae": "cpu"}, ignored=("cuda:7",))
 PLAN = Plan(
     device="cuda:1", level=3, request=REQUEST, budget=BUDGET, components={"transformer": STORED}, vae=VAE,
-    device_map=DEVICE_MAP, offload_activations=True, context=2, context_attention="ring",
+    device_map=DEVICE_MAP, offload_activations=True, context=2, context_attention="ring", cfg_groups=2,
     expandable_segments=True, schedule=(STINT,), reasons=(REASON,), forecast=(FORECAST,),
 )  # fmt: skip
 SAMPLE = Sample(seconds=0.25, weights=3, activations=4)
@@ -736,6 +736,7 @@ def test_a_plan_says_everything_it_decides() -> None:
         "tiles of 512 px where strips are not possible, one item at a time",
         "  activations for later blocks: offloaded to host memory",
         "  2 ranks share the rows, attention ring",
+        "  2 groups of ranks, one for each guidance prediction",
         "  lossy: fp8: transformer is stored in float8_e4m3fn",
         "  lossy: blended-tiling: pictures larger than 512 px are decoded in tiles, where they cannot be in strips",
         "  because: transformer streamed: it is larger than “the card”",

@@ -16,7 +16,7 @@ from tightfit.apply.activations.cfg_batching import batch_or_split
 from tightfit.apply.activations.gradient_checkpointing import attention_layers
 from tightfit.apply.activations.vae_tiling import wrap_vae_methods
 from tightfit.apply.call_runner import CallRunner, PlanHandle
-from tightfit.apply.context_parallel.executor import ContextParallel, parallel_methods
+from tightfit.apply.context_parallel.executor import ContextParallel, parallel_call, parallel_methods
 from tightfit.apply.copies import copying
 from tightfit.apply.cross_device import CrossDeviceCall
 from tightfit.apply.device_maps import device_map_members
@@ -96,7 +96,9 @@ class Members:
                 manager.dismiss(name)
 
         members: dict[str, Any] = {**self._kept(), **batch_or_split(module, plan, recorder.note)}
-        members["__call__"] = working("forward", members.get("__call__", original.__call__))
+        called = working("forward", members.get("__call__", original.__call__))
+        busy = lambda: session.busy  # noqa: E731
+        members["__call__"] = parallel_call(name, module, plan, self.parallel, recorder, called, busy)
         if role == "autoencoder":
             methods = wrap_vae_methods(original, self.plan.vae, device, recorder, undo)
             if self.parallel is not None:

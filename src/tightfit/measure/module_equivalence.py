@@ -21,6 +21,7 @@ __all__ = [
     "ModuleEquivalence",
     "call_signature",
     "input_layouts",
+    "is_own",
     "is_simulated",
 ]
 
@@ -108,7 +109,7 @@ class ModuleEquivalence:
 
     def _function(self, function: types.FunctionType) -> Hashable:
         """A key of the code and the closure; for this package's functions, without state cached by the first call."""
-        own = _is_own(function)
+        own = is_own(function)
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         signature = [self._value(each) for each in cells if each is not function and not (own and _is_memory(each))]
         return "function", function.__code__, tuple(signature)
@@ -119,13 +120,13 @@ def _is_followed(own: Mapping[str, Any]) -> bool:
     hooks = (hook for kind in _HOOKS for hook in own[kind].values())
     stands_in = own.get("forward")
     return (
-        not all(map(_is_own, hooks))
+        not all(map(is_own, hooks))
         or (stands_in is not None and not hasattr(stands_in, REPEATS))
         or bool(getattr(own.get("_diffusers_hook"), "hooks", None))
     )
 
 
-def _is_own(function: Any) -> bool:
+def is_own(function: Any) -> bool:
     """Whether the function is defined in this package, even if it wraps another one."""
     function = function.func if isinstance(function, functools.partial) else function
     function = getattr(function, "__func__", function)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tightfit.apply.context_parallel.doubled_inputs import DoubledInputs
 from tightfit.apply.context_parallel.executor import ContextParallel
+from tightfit.apply.context_parallel.guidance_ranks import GROUPS, GuidanceRanks
 from tightfit.apply.context_parallel.rank_group import RankGroup
 from tightfit.apply.context_parallel.row_shares import RowShares
 from tightfit.devices.device import Device
@@ -22,6 +23,8 @@ from tightfit.schema.plan import ContextAttention
 from tightfit.schema.request import Request
 
 __all__ = ["AskedParallelism", "doubled_of", "parallelism_of", "refuse_beside_ranks"]
+
+KINDS = ("context", "cfg", "attention")  # of parallelism
 
 
 class AskedParallelism(NamedTuple):
@@ -44,8 +47,9 @@ def parallelism_of(
 ) -> AskedParallelism | None:
     """Return how `pipe` runs on all ranks of the default process group; None if `parallel` is None, or for one rank.
 
-    `parallel` is "auto" or a mapping: "context", the number of ranks, and "attention", how that reaches the keys of
-    other ranks: "gathered", "ring" or "heads". Collective: every rank calls it. Raises PlanError.
+    `parallel` is "auto" or a mapping: "context", the number of ranks that share rows; "cfg", 2 for two groups of that
+    many ranks, of which each computes one guidance prediction; and "attention", how that reaches the keys of other
+    ranks: "gathered", "ring" or "heads". Collective: every rank calls it. Raises PlanError.
     """
     if parallel is None:
         return None
@@ -63,13 +67,15 @@ def parallelism_of(
             f"{dist.get_backend()!r}", backend=dist.get_backend(),
         )  # fmt: skip
     group = RankGroup()
-    ways = _checked(parallel, group.size)
+    context, groups, ways = _checked(parallel, group.size)
     if group.size == 1:
         return None
     if (earlier := getattr(pipe, HANDLE, None)) is not None:  # only an unmodified pipeline can be measured
         earlier.undo()
     asked = Request.from_mapping(request) if isinstance(request, Mapping) else request or Request()
-    ranks = ContextParallel(group, RowShares.equal(group.size), ways[0], doubled_of(pipe, asked))
+    guidance = GuidanceRanks.among(group, context) if groups > 1 else None
+    doubled = doubled_of(pipe, asked) if context > 1 else {}
+    ranks = ContextParallel(group, RowShares.equal(context), ways[0], doubled, guidance=guidance)
     return AskedParallelism(ranks, ways)
 
 
@@ -84,23 +90,36 @@ def refuse_beside_ranks(parallel: str | Mapping[str, Any] | None, beside: str | 
         )
 
 
-def _checked(parallel: str | Mapping[str, Any], size: int) -> tuple[ContextAttention, ...]:
-    """Return the kinds of attention to choose from, the default first.
+def _checked(parallel: str | Mapping[str, Any], size: int) -> tuple[int, int, tuple[ContextAttention, ...]]:
+    """Return how many ranks share rows, in how many groups, and the kinds of attention to choose from.
 
-    Raises PlanError where `parallel` is invalid, or for another number of ranks.
+    The default is the first. Raises PlanError where `parallel` is invalid, or for another number of ranks.
     """
     if isinstance(parallel, str):
         if parallel != "auto":
             raise PlanError(f'parallel is "auto" or a mapping such as {{"context": {size}}}, not {parallel!r}')
-        return get_args(ContextAttention)
+        return size, 1, get_args(ContextAttention)
     for name in parallel:
-        if name not in ("context", "attention"):
-            raise PlanError(unknown_name("kind of parallelism", name, ["context", "attention"]), name=name)
-    if parallel.get("context", size) != size:
+        if name not in KINDS:
+            raise PlanError(unknown_name("kind of parallelism", name, KINDS), name=name)
+    groups = parallel.get("cfg", 1)
+    if type(groups) is not int or groups not in (1, GROUPS):
         raise PlanError(
-            f"parallel={dict(parallel)} is for {parallel['context']} ranks, and the process group has {size}",
-            asked=parallel["context"], size=size,
+            f'parallel={dict(parallel)}: "cfg" is 1, or {GROUPS} for a group of ranks for each guidance prediction, '
+            f"not {groups!r}", cfg=groups,
         )  # fmt: skip
+    context = parallel.get("context", max(size // groups, 1))
+    if context * groups != size:
+        asked = f"{context * groups} ranks" + f", {groups} groups of {context}," * (groups > 1)
+        raise PlanError(
+            f"parallel={dict(parallel)} is for {asked} and the process group has {size}",
+            asked=context * groups, size=size,
+        )  # fmt: skip
+    ways = _ways(parallel)
+    return context, groups, ways if context > 1 else ways[:1]
+
+
+def _ways(parallel: Mapping[str, Any]) -> tuple[ContextAttention, ...]:
     attention = parallel.get("attention", "auto")
     if attention == "auto":
         return get_args(ContextAttention)

@@ -95,7 +95,8 @@ def fit(
     a share of the rows of every operation, and all get the same result. Every rank fits its own copy of the pipeline,
     with a level, a plan or a budget for its own device, and makes the same calls, with the same seeds. "auto" takes
     all ranks; "attention" is how attention reaches the keys of other ranks: "gathered", "ring", "heads", or "auto" (the
-    default), with which a budget's plan takes the fastest that fits on all ranks.
+    default), with which a budget's plan takes the fastest that fits on all ranks. With `"cfg": 2` there are two groups
+    of that many ranks, of which each computes one of the two guidance predictions of a step.
 
     On a card the allocator counts bytes at no cost. On other devices each operation is observed, which takes tens of
     microseconds: nothing beside large layers, half of the time with tiny ones. `count_activations=False` turns this

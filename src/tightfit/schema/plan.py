@@ -39,6 +39,7 @@ __all__ = [
 Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2", "int8"]
 Cfg = Literal["batched", "sequential"]
 ContextAttention = Literal["gathered", "ring", "heads"]
+CfgGroups = Annotated[int, Strict(), Field(ge=1, le=2)]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
 if TYPE_CHECKING:  # which cannot make a Literal of a registry
     Attention: TypeAlias = str
@@ -210,6 +211,7 @@ class Plan(Record):
     offload_activations: bool = False  # offload activations that are kept for a later block to host memory
     context: Positive = 1  # ranks of a process group that share the rows of denoisers and autoencoders
     context_attention: ContextAttention = "gathered"  # how their attention reaches the keys of other ranks
+    cfg_groups: CfgGroups = 1  # groups of so many ranks; of 2, each computes one guidance prediction
     expandable_segments: bool = False  # of the device's allocator: less reserved memory is lost to fragmentation
     schedule: tuple[ComponentRun, ...] = ()  # order of component calls, by which the next component is prefetched
     reasons: tuple[Reason, ...] = ()
@@ -262,6 +264,7 @@ class Plan(Record):
         lines.append(f"  autoencoder: {self.vae.described}")
         lines += ["  activations for later blocks: offloaded to host memory"] if self.offload_activations else []
         lines += [f"  {self.context} ranks share the rows, attention {self.context_attention}"] * (self.context > 1)
+        lines += [f"  {self.cfg_groups} groups of ranks, one for each guidance prediction"] * (self.cfg_groups > 1)
         lines += [f"  lossy: {text}" for text in self.lossy] or ["  lossless"]
         lines += [f"  because: {reason.decision}: {reason.because}" for reason in self.reasons]
         return "\n".join(lines)

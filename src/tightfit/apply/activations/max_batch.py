@@ -25,11 +25,21 @@ from tightfit.apply.method_overrides import override_class_members
 from tightfit.errors import RunError
 from tightfit.measure.modules import compiled_around, find_blocks
 
-__all__ = ["Batch", "chunk_blocks", "find_batch", "in_chunks", "why_not_split"]
+__all__ = [
+    "PLAIN",
+    "Batch",
+    "chunk_blocks",
+    "cut_items",
+    "find_batch",
+    "in_chunks",
+    "laid_out_as",
+    "why_coupled",
+    "why_not_split",
+]
 
 TABLES = re.compile(r"img_ids|txt_ids|rotary|rope|freqs|indices")  # names of position tables, of 1 or 2 dimensions
 AXES = 4  # most axes of a position: (positions, 3) is a table, (items, tokens) is not
-_PLAIN = (torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))
+PLAIN = (torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 
 
 @dataclass(frozen=True)
@@ -95,20 +105,21 @@ def find_batch(network: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 def why_not_split(network: nn.Module, batch: Batch, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
     """Return the reason why `batch` cannot be split into items in this call of `network`; None: it can."""
-    return _why_unknown(batch, args, kwargs) or _why_coupled(network)
+    return _why_unknown(batch, args, kwargs) or why_coupled(network)
 
 
 def _why_unknown(batch: Batch, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
     both = (batch.count, batch.count)
     for value in tree_leaves((args, kwargs)):
-        if not isinstance(value, _PLAIN):
+        if not isinstance(value, PLAIN):
             return f"it is given a {type(value).__name__}, which cannot be split"
         if isinstance(value, torch.Tensor) and value.ndim >= 4 and value.shape[:2] == both and value is not batch.first:
             return f"items may lie along either of the first two dimensions of a tensor of {tuple(value.shape)}"
     return None
 
 
-def _why_coupled(network: nn.Module) -> str | None:
+def why_coupled(network: nn.Module) -> str | None:
+    """Return the reason why `network` may do other things with one item than with several; None: it does not."""
     for module in network.modules():
         if getattr(vars(module).get("_diffusers_hook"), "hooks", None):
             return "hooks of diffusers keep what they saw from call to call"
@@ -199,7 +210,7 @@ def _run_chunks(
     whole = None
     for start in range(0, batch.count, size):
         items = range(start, min(start + size, batch.count))
-        some_args, some_kwargs = batch.map(functools.partial(_cut, items), args, kwargs)
+        some_args, some_kwargs = batch.map(functools.partial(cut_items, items), args, kwargs)
         whole = _with(whole, forward(*some_args, **some_kwargs), items, batch.count)
     return whole
 
@@ -219,7 +230,8 @@ def _is_table(name: str, value: torch.Tensor) -> bool:
     return of_positions or (value.ndim <= 2 and TABLES.search(name) is not None)
 
 
-def _cut(items: range, value: Any, dim: int, rows: int) -> Any:
+def cut_items(items: range, value: Any, dim: int, rows: int) -> Any:
+    """Return the rows of `items` of an argument that belongs to items, as `Batch.map` passes it."""
     part = slice(items.start * rows, items.stop * rows)
     return value[:, part] if dim else value[part]
 
@@ -232,7 +244,7 @@ def _with(whole: Any, part: Any, items: range, count: int) -> Any:
         if tensor.ndim == 0 or len(tensor) % len(items):
             shape = tuple(tensor.shape)
             raise RunError(f"{len(items)} items gave a tensor of {shape}: this network takes its batches whole")
-        return _laid_out_as(tensor, len(tensor) // len(items) * count)
+        return laid_out_as(tensor, len(tensor) // len(items) * count)
 
     def write(pair: list[torch.Tensor]) -> torch.Tensor:
         target, source = pair
@@ -243,7 +255,7 @@ def _with(whole: Any, part: Any, items: range, count: int) -> Any:
     return combine([combine([part], room) if whole is None else whole, part], write)
 
 
-def _laid_out_as(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+def laid_out_as(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """Allocate `rows` rows with `tensor`'s order of strides, so that the next kernel gives the same bits."""
     before, sizes = tensor.stride(), (rows, *tensor.shape[1:])
     strides, step = [0] * tensor.ndim, 1

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tightfit.errors import RunError
 
-__all__ = ["ExchangeRates", "RankGroup"]
+__all__ = ["ExchangeRates", "RankGroup", "RankGroupPart"]
 
 
 TEXT = 1000  # bytes of a text that ranks send each other
@@ -43,6 +43,15 @@ class RankGroup:
         self._group: dist.ProcessGroup | None = None  # of calls, from the first one on
         self._calling = False
         self._pending: list[list[dist.Work]] = []  # sends and receives that were started and not waited for
+        self._parts: list[RankGroupPart] = []
+
+    def part(self, partition: Sequence[Sequence[int]]) -> RankGroupPart:
+        """Return the group of the ranks in that element of `partition` which has this one; numbered from 0.
+
+        Every rank asks for the same partitions, in the same order.
+        """
+        self._parts.append(RankGroupPart(self, partition))
+        return self._parts[-1]
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -68,9 +77,13 @@ class RankGroup:
             if missing.item():
                 self._leave()
                 self._group = dist.new_group(timeout=_default_timeout())
+                for part in self._parts:
+                    part.join()
 
     def _leave(self) -> None:
         """Close the connections of the group: they are closed when nothing refers to them any more."""
+        for part in self._parts:
+            part.leave()
         for requests in self._pending:
             requests.clear()
         self._pending.clear()
@@ -145,16 +158,28 @@ class RankGroup:
         wait()
         return time.perf_counter() - began
 
-    def check_same(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise RunError if ranks give the component `name` different inputs: each must be given the same call."""
+    def check_same(self, name: str, tensors: Sequence[torch.Tensor], did: str = "was called with other values") -> None:
+        """Raise RunError if ranks give the component `name` different inputs: each must be given the same call.
+
+        `did` says in the error what another rank did.
+        """
         own = self._sums(tensors)
         for rank, its in enumerate(self.all_gather(own)):
-            if not torch.equal(its.nan_to_num(), own.nan_to_num()):
+            if not self.are_same(its, own):
                 raise RunError(
-                    f"{name}: rank {rank} was called with other values than rank {self.rank}: "
+                    f"{name}: rank {rank} {did} than rank {self.rank}: "
                     "give every rank the same arguments, and a generator with the same seed",
                     name=name, rank=rank,
                 )  # fmt: skip
+
+    def digest(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return one number of all `tensors`, to be compared by `check_same`."""
+        sums = self._sums(tensors)
+        return (sums * torch.arange(1, len(sums) + 1, dtype=sums.dtype, device=sums.device)).sum()
+
+    def are_same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether two sums, or two digests, are equal."""
+        return torch.equal(one.nan_to_num(), other.nan_to_num())
 
     def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack([tensor.double().sum().to(tensors[0].device) for tensor in tensors])
@@ -172,6 +197,37 @@ class RankGroup:
         sent = [(other, piece.contiguous()) for other, piece in sorted(pieces.items()) if other != self.rank]
         self.exchange(sent, sorted(found.items()))
         return [own if other == self.rank else found[other] for other in range(self.size)]
+
+
+class RankGroupPart(RankGroup):
+    """Some ranks of the group `whole`, with a process group of their own, which is made and left with that of `whole`.
+
+    What is sent in a call goes through it; calls are those of `whole`.
+    """
+
+    def __init__(self, whole: RankGroup, partition: Sequence[Sequence[int]]) -> None:
+        (own,) = (ranks for ranks in partition if whole.rank in ranks)
+        self.rank, self.size, self.bytes_sent = own.index(whole.rank), len(own), 0
+        self._whole, self._partition, self._own = whole, partition, own
+        self._group: dist.ProcessGroup | None = None
+        self._pending: list[list[dist.Work]] = []
+        self._parts: list[RankGroupPart] = []
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        with self._whole.call():
+            yield
+
+    def join(self) -> None:
+        """Make the process groups of all parts, as all ranks do together."""
+        for ranks in self._partition:
+            group = dist.new_group(list(ranks), timeout=_default_timeout())
+            if ranks is self._own:
+                self._group = group
+
+    def leave(self) -> None:
+        """Close the connections of this part's process group."""
+        self._leave()
 
 
 @contextlib.contextmanager
