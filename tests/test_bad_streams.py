@@ -114,7 +114,13 @@ def test_a_full_disk_under_stderr_loses_no_picture(tiny_model: Path) -> None:
     assert "wrote fox.png" in done.stdout
 
 
-@pytest.mark.parametrize("words", [("run", "a fox"), ("plan", "--card", "rtx3060")], ids=["run", "plan"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("run", "a fox"), id="run"),
+        pytest.param(("plan", "--card", "rtx3060"), id="plan", marks=pytest.mark.slow),
+    ],
+)
 def test_a_reader_that_has_gone_is_no_error(tiny_model: Path, words: tuple[str, ...]) -> None:
     """As of `| head -1`, but for certain: nobody reads from the start."""
     reading, writing = os.pipe()

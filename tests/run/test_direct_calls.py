@@ -70,6 +70,7 @@ def test_training_within_a_budget_that_was_planned_for_pictures(card: SimulatedC
     assert fitted.plan.request is not None
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_latents_that_are_decoded_within_less_than_that_needs(card: SimulatedCard) -> None:
     pipe, plain = CASE.make(), CASE.make()

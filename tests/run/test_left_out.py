@@ -174,6 +174,7 @@ def test_parts_that_are_known_of_one_call_go_together() -> None:
     assert first.merged_with(other) == first
 
 
+@pytest.mark.slow
 def test_one_that_was_kept_is_found_again_where_it_is_enough(tiny_model: Path, done: list[str]) -> None:
     kept = measured(tiny_model, 2**34)
     assert (kept.not_measured, done) == (OPTIONAL_PARTS, [])
@@ -189,6 +190,7 @@ def test_one_that_was_kept_is_found_again_where_it_is_enough(tiny_model: Path, d
     assert sorted(done) == sorted(OPTIONAL_PARTS)
 
 
+@pytest.mark.slow
 def test_what_was_left_out_is_measured_of_the_same_call_once_memory_is_short(
     make_cards: MakeCards, done: list[str]
 ) -> None:

@@ -185,6 +185,7 @@ def test_what_several_known_cards_would_do_is_rehearsed() -> None:
     assert foreseen == pytest.approx(told.trace.seconds, rel=0.1)
 
 
+@pytest.mark.slow
 def test_one_card_may_be_named_too() -> None:
     assert forecasted("rtx3060", budget="rtx3060=700MiB") == forecasted("rtx3060", budget="700MiB")
 

@@ -109,7 +109,7 @@ MEASURED = [case.name for case in EVERY if case.name != "HiDreamImage"]  # whose
 
 
 @pytest.mark.parametrize("plan", SIMULATED)
-@pytest.mark.parametrize("name", a_few(MEASURED, "StableDiffusion", "Flux"))
+@pytest.mark.parametrize("name", a_few(MEASURED, "Flux"))
 def test_every_denoiser(name: str, plan: str, make_cards: MakeCards) -> None:
     """The call of a pipeline, differentiated on shapes, and its denoiser in a loop of one's own, with numbers.
 
@@ -145,6 +145,7 @@ def test_every_denoiser(name: str, plan: str, make_cards: MakeCards) -> None:
     assert abs(predicted / reached - 1) <= CLOSE, f"{predicted / reached - 1:+.2%}"
 
 
+@pytest.mark.slow
 def test_a_call_between_two_steps_of_training(make_cards: MakeCards) -> None:
     """A picture in between is planned for with room for training; where that does not fit, for itself alone."""
     make_cards()

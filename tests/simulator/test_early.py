@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from a_few import a_few
 from more_pipelines import MORE_CASES
 from simulator.conftest import MakeCards
 from tightfit import fit
@@ -35,7 +36,7 @@ def traces_of(pipe: Any, case: TinyCase, plan: dict[str, Any], device: str, want
     return traces
 
 
-@pytest.mark.parametrize("name", ["StableDiffusion", "Flux", "StableDiffusionControlNet"])
+@pytest.mark.parametrize("name", a_few(["StableDiffusion", "Flux", "StableDiffusionControlNet"], "Flux"))
 @pytest.mark.parametrize("placement", ["offload", "stream"])
 def test_the_next_comes_early_and_the_peaks_stay(
     name: str, placement: str, make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch

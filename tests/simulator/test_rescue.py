@@ -56,7 +56,7 @@ def requests_of(pipe: Any, case: TinyCase, failing: Failing) -> int:
     ("name", "rounds"),
     [
         ("StableDiffusion", 6),
-        ("Flux", 6),
+        pytest.param("Flux", 6, marks=pytest.mark.slow),
         pytest.param("StableDiffusion", 100, marks=pytest.mark.slow),
         pytest.param("Flux", 100, marks=pytest.mark.slow),
     ],

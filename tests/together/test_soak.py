@@ -27,7 +27,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "threads", "calls"),
     [
-        pytest.param(BUDGET, 3, 3, id="budget, briefly"),
+        pytest.param(BUDGET, 3, 3, id="budget, briefly", marks=slow),
         pytest.param(RAM, 3, 3, id="RAM, briefly", marks=slow),
         pytest.param(LEVEL, 8, 200, id="level", marks=slow),
         pytest.param(BUDGET, 8, 50, id="budget", marks=slow),

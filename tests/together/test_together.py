@@ -24,11 +24,11 @@ SOON = {  # in `make test`, by the way; all others in `make test-slow`
     ),
     "budget": (
         "loaded with an image encoder after", "three threads ask for three sizes at once",
-        "text encoder replaced after", "run out of memory themselves", "`enable_layerwise_casting`",
+        "run out of memory themselves",
     ),
     "disk": (
         "`copy.deepcopy` of the pipeline and of its U-Net", "`pickle` of the pipeline and of its U-Net",
-        "`enable_group_offload`, to disk", "pipeline dropped, handle kept: memory is freed",
+        "`enable_group_offload`, to disk",
         "two pipelines with the same parts, both fitted", "pipe.enable_model_cpu_offload",
         "change embeddings, interrupt, raise", "batches, generators, embeddings, latents",
         "weights, components and configurations read in between", "`enable_attention_slicing`",
