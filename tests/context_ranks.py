@@ -81,6 +81,8 @@ def tried(rank: int, trial: Trial) -> Trial:
         torch.manual_seed(rank)
         drawn = pipe(**asked | {"generator": None})[0].float()
         return {"sum": drawn.double().sum().item()}
+    if trial.get("other_network") == rank:
+        pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
     if trial.get("killed") == rank:
 
         def end(*_: Any) -> Any:

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built
 CLOSE = 1e-5  # of the largest value: kernels round other numbers of rows differently
 TOO_SMALL: Trial = {"name": "StableDiffusion", "budget": "30MB", "attention": "ring"}
 CHANGED: Trial = {"name": "StableDiffusion", "level": 0, "attention": "gathered", "changed": True}
+OTHER: Trial = {"name": "StableDiffusion", "level": 0, "attention": "gathered", "other_network": 1}
 FAILS: Trial = {"name": "StableDiffusion", "level": 0, "fails": 1}
 
 
@@ -28,9 +29,11 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
         {"name": "Flux", "level": 3, "attention": "ring"},
         {"name": "StableDiffusion", "budget": "56MB", "attention": "ring"},
     ]
-    said = run_ranks(2, [FAILS, TOO_SMALL, CHANGED, unseeded, *trials])
+    said = run_ranks(2, [FAILS, OTHER, TOO_SMALL, CHANGED, unseeded, *trials])
     check_failed(said)
-    (_, refused, changed, drawn, *first), (_, same, _, too, *second) = said
+    (_, apart, refused, changed, drawn, *first), (_, its, same, _, too, *second) = said
+    for failed in (apart, its):
+        assert re.match(r"RunError: unet: rank \d has other arguments, or another network, than rank", failed["error"])
     assert changed["apart"] <= CLOSE < 0.01 < changed["change"]
     assert refused == same
     assert re.match(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -49,6 +51,7 @@ class _PreparedCall:
     plan: RankPlan
     weights: LiveWeights
     rebuild: Rebuild
+    digest: torch.Tensor  # one number of the program, which is the same on every rank
 
 
 class ParallelMethod:
@@ -81,7 +84,7 @@ class ParallelMethod:
                 return plain(module, *args, **kwargs)
             group = self._sharing.group
             with group.call():
-                group.check_same(self._name, tensors)
+                group.check_same(self._name, [*tensors, prepared.digest], "has other arguments, or another network,")
                 runner = RankRunner(prepared.plan, group, prepared.weights, self._recorder)
                 return prepared.rebuild(runner.run_share(tensors))
 
@@ -103,7 +106,7 @@ class ParallelMethod:
                     program, rebuild = self._take_apart(_without_wrappers(module), call)
                     _check_rows(program, self._sharing.group.size)
                     plan = RankPlan(StageGraph(program), self._sharing.shares, self._sharing.attention)
-                    found = _PreparedCall(plan, LiveWeights(module, program), rebuild)
+                    found = _PreparedCall(plan, LiveWeights(module, program), rebuild, _digest(program))
             except UnsupportedGraph as reason:
                 found = str(reason)
             self._known[shapes] = found
@@ -169,6 +172,16 @@ def _check_rows(program: Program, ranks: int) -> None:
     fewest = min((node.rows for node in program.nodes if node.axis is not None), default=0)
     if fewest < ranks:
         raise UnsupportedGraph(f"one of its operations has {fewest} rows, for {ranks} ranks")
+
+
+def _digest(program: Program) -> torch.Tensor:
+    """Return a number that differs where operations do: of an adapter or a setting that only one rank has.
+
+    Each rank has another device, and objects at other addresses: both are left out.
+    """
+    operations = "\n".join(f"{node.op} {node.args} {node.kwargs} {node.shape} {node.name}" for node in program.nodes)
+    text = re.sub(r" at 0x[0-9a-f]+|cuda:\d+|, index=\d+", "", operations)
+    return torch.tensor(float(int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)), dtype=torch.float64)
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
