@@ -70,7 +70,7 @@ def tried(rank: int, trial: Trial) -> Trial:
     parallel = {"context": dist.get_world_size(), "attention": trial.get("attention", "auto")}
     asked = case.call()
     request = {ours: asked[name] for ours, name in NAMES.items() if name in asked}
-    within = {name: trial[name] for name in ("level", "budget") if name in trial}
+    within = {name: trial[name] for name in ("level", "budget", "plan") if name in trial}
     try:
         fitted = tightfit.fit(
             pipe, **within, device=trial.get("device", "loopback"), request=request, parallel=parallel

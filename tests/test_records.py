@@ -137,7 +137,7 @@ FOOTPRINT = Footprint(
     from_call_log=True,
 )
 REASON = Reason(decision="transformer streamed", because="it is larger than “the card”", detail=True)
-VAE = VaePlan(slicing=True, strips=2**28, feature_maps="host", tile=512, overlap=0.125)
+VAE = VaePlan(slicing=True, strips=2**28, feature_maps="host", tile=512, shared=False, overlap=0.125)
 PART = NetworkPart(
     first="transformer_blocks.1", placement="stream", offload_to="disk", weight_memory=3 * 2**30,
     granularity="layer", ring_buffer=2**29, resident_layers=("transformer_blocks.1.attn",),
@@ -733,7 +733,7 @@ def test_a_plan_says_everything_it_decides() -> None:
         "stored as float8_e4m3fn, channels-last, at most 2 items at a time, batched guidance, "
         "feed-forward within 1 MiB, gradient checkpointing on, attention by chunked",
         "  autoencoder: exact strips within 256 MiB, feature maps kept in host memory, "
-        "tiles of 512 px where strips are not possible, one item at a time",
+        "tiles of 512 px where strips are not possible, one item at a time, on every rank",
         "  activations for later blocks: offloaded to host memory",
         "  2 ranks share the rows, attention ring",
         "  2 groups of ranks, one for each guidance prediction",

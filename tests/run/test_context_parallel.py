@@ -25,7 +25,7 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
     unseeded = {"name": "StableDiffusion", "level": 0, "unseeded": True}
     trials = [
         {"name": "StableDiffusion", "level": 0, "attention": "gathered"},
-        {"name": "StableDiffusion", "level": 3, "attention": "heads"},
+        {"name": "StableDiffusion", "plan": {"level": 3, "vae": {"shared": False}}, "attention": "heads"},
         {"name": "Flux", "level": 3, "attention": "ring"},
         {"name": "StableDiffusion", "budget": "56MB", "attention": "ring"},
     ]

@@ -13,10 +13,12 @@ from simulator.conftest import ACCELERATOR
 from tightfit import Budget, BudgetTooSmall, PlanError
 from tightfit.apply.context_parallel.row_shares import RowShares
 from tightfit.apply.context_parallel.simulated_ranks import SimulatedRankGroup
+from tightfit.catalog.known import known_card
 from tightfit.errors import InputError
 from tightfit.plan.timeline import segment_of
+from tightfit.run.models import resolve_model
 from tightfit.run.plan_options import Limits
-from tightfit.run.predict_ranks import forecast_ranks
+from tightfit.run.predict_ranks import SharedCall, forecast_ranks
 from tightfit.run.rank_layout import RankLayout, rank_layout
 from tightfit.run.simulate import unlimited_card
 from tightfit.schema.machine import KernelGroup
@@ -60,6 +62,21 @@ def test_a_budget_is_of_each_card() -> None:
     assert found.peak_reserved <= found.capacity == 95 * 10**6
     with pytest.raises(BudgetTooSmall, match="would do"):
         predicted(RankLayout(2), Limits(Budget(device=10**6)))
+
+
+def test_what_ranks_cannot_share_within_a_budget_each_decodes_in_strips() -> None:
+    large = Request(height=512, width=512, steps=2)
+    call = SharedCall.of(resolve_model(None)[0], large, known_card("rtx3060"), RankLayout(2))
+    with pytest.raises(BudgetTooSmall) as refused:
+        call.ways(["gathered"], {}, Limits(Budget(device=10**6)))
+    needed = refused.value.facts["needed_bytes"]
+    assert isinstance(needed, int)
+    limits = Limits(Budget(device=int(0.9 * needed)))
+    found = forecast_ranks(None, "rtx3060", RankLayout(2), {}, large, lambda _: contextlib.nullcontext(), limits)
+    assert found.peak_reserved <= 0.9 * needed
+    assert (found.plan.context, found.plan.vae.shared) == (2, False)
+    assert found.plan.vae.strips is not None
+    assert any("autoencoders run on every rank" in reason.decision for reason in found.plan.reasons)
 
 
 def test_more_ranks_than_rows_are_said() -> None:

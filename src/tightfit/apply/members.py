@@ -101,7 +101,7 @@ class Members:
         members["__call__"] = parallel_call(name, module, plan, self.parallel, recorder, called, busy)
         if role == "autoencoder":
             methods = wrap_vae_methods(original, self.plan.vae, device, recorder, undo)
-            if self.parallel is not None:
+            if self.parallel is not None and self.plan.vae.shared:
                 methods = parallel_methods(name, original, methods, self.parallel, recorder)
             members |= {method: working(method, cut) for method, cut in methods.items()}
         if hasattr(original, "save_pretrained"):

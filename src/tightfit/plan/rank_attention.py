@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from tightfit.errors import BudgetTooSmall
 from tightfit.schema.footprint import ComponentCall, Footprint
 from tightfit.schema.machine import EXCHANGES, KernelGroup
 from tightfit.schema.plan import ContextAttention, Reason
 from tightfit.units import format_bytes, format_seconds
 
-__all__ = ["attention_reason", "exchange_reason", "exchanged_bytes", "exchanges_of"]
+__all__ = ["alone_reason", "attention_reason", "exchange_reason", "exchanged_bytes", "exchanges_of"]
 
 NAMES: Mapping[ContextAttention, str] = {"gathered": "gathered keys", "ring": "a ring", "heads": "heads"}
 
@@ -20,6 +21,11 @@ def attention_reason(way: ContextAttention, seconds: Mapping[ContextAttention, f
     because = f"predicted are {format_seconds(seconds[way])}; with " + " and ".join(others)
     alone = "with no other kind does the call fit on all ranks"
     return Reason(decision=f"attention of ranks by {NAMES[way]}", because=because if others else alone)
+
+
+def alone_reason(refusal: BudgetTooSmall) -> Reason:
+    """Return why every rank runs autoencoders whole: with their rows shared there was this `refusal`."""
+    return Reason(decision="autoencoders run on every rank", because=f"with their rows shared, {refusal}")
 
 
 def exchange_reason(footprint: Footprint, per_node: int | None = None) -> Reason:

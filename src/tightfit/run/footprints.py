@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 from collections.abc import Collection, Mapping, Sequence
@@ -108,11 +109,17 @@ class Measurer:
         self._model: Any = None
         self._model, self._mark = resolve_model(str(subject)) if named else (meta_copy(subject), fingerprint(subject))
         self._dtype, self._expandable = _checked(dtype), expandable
-        self._parallel = parallel
-        if parallel is not None and self._mark:
-            self._mark += f" {parallel.mark}"
         if not named:
             self._mark += _note_compiled(subject, self._model)
+        self._alone, self._parallel = self._mark, parallel
+        if parallel is not None and self._mark:
+            self._mark += f" {parallel.mark}"
+
+    def on(self, parallel: ContextParallel) -> Measurer:
+        """Return one of the same pipeline that measures what a rank of `parallel` does."""
+        other = copy.copy(self)
+        other._parallel, other._mark = parallel, self._alone and f"{self._alone} {parallel.mark}"
+        return other
 
     def measure(
         self, request: Request, call: Given | CallLog | None = None, missing: Missing | None = None
@@ -167,7 +174,7 @@ def _kept(
 
     def measure(missing: Missing) -> Footprint:
         if parallel is not None:
-            return measure_rank(_untouched(model), request, inputs, dtype, parallel, expandable=expandable)
+            return measure_rank(_untouched(model), request, inputs, dtype, parallel, missing, expandable=expandable)
         try:
             return _measure_call(model, request, inputs, dtype, expandable, missing)
         except Exception:  # a network that needs tensor values: its logged parts are called instead

@@ -5,9 +5,9 @@ Shares are equal, so the first rank has the most rows, and the second has neighb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -22,7 +22,15 @@ from tightfit.checkpoint.loading import quietly
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.default_rates import computer_with
 from tightfit.plan.planner import make_plan
-from tightfit.plan.rank_attention import attention_reason, exchange_reason, exchanged_bytes, exchanges_of
+from tightfit.plan.rank_attention import (
+    alone_reason,
+    attention_reason,
+    exchange_reason,
+    exchanged_bytes,
+    exchanges_of,
+)
+from tightfit.run.answer_cache import Missing
+from tightfit.run.calibration import CalibrationStore, PlanningInputs
 from tightfit.run.context_parallel import doubled_of
 from tightfit.run.count import counted
 from tightfit.run.footprints import Measurer
@@ -32,7 +40,7 @@ from tightfit.run.rank_layout import RankLayout
 from tightfit.run.simulate import described
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
-from tightfit.schema.plan import ContextAttention
+from tightfit.schema.plan import ContextAttention, Plan
 from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction
 
@@ -66,21 +74,21 @@ def forecast_ranks(
     asked = choices.get("context_attention")
     with say("planning"):
         call = SharedCall.of(which, demo_request(request) if model is None else request, accelerator, layout)
-        found, refusal = dict[ContextAttention, Prediction](), None
-        for way in get_args(ContextAttention) if asked is None else (asked,):
-            try:
-                found[way] = call.predicted(0, way, choices, limits)
-            except BudgetTooSmall as error:
-                refusal = error
-        if refusal is not None and not found:
-            raise refusal
+        call = replace(call, shares=Plan.from_mapping({"level": 0, **choices}).vae.shared)
+        ways = get_args(ContextAttention) if asked is None else (asked,)
+        reasons = []
+        try:
+            found = call.ways(ways, choices, limits)
+        except BudgetTooSmall as refusal:
+            call, reasons = replace(call, shares=False), [alone_reason(refusal)]
+            found = call.ways(ways, choices, limits)
         fitting = {way: each.trace.seconds for way, each in found.items() if each.fits}
         way = min(fitting or found, key=lambda way: found[way].trace.seconds)
         prediction = found[way]
         if layout.ranks > 2:
             prediction = _joined(prediction, call.predicted(1, way, choices, limits))
-    reasons = [*prediction.plan.reasons, *([attention_reason(way, fitting)] if fitting and asked is None else [])]
-    plan = prediction.plan.model_copy(update={"reasons": tuple(reasons)})
+    reasons += [attention_reason(way, fitting)] if fitting and asked is None else []
+    plan = prediction.plan.model_copy(update={"reasons": (*prediction.plan.reasons, *reasons)})
     title = which if isinstance(which, str) else model or "the demo model"
     cards = f"{layout.described} × {card_called(card)}"
     return prediction.model_copy(update={"plan": plan, "model": title, "card": cards})
@@ -96,6 +104,7 @@ class SharedCall:
     layout: RankLayout
     dtype: str | None
     doubled: Mapping[str, DoubledInputs | str]  # which inputs of a denoiser grow with the height, or why it runs whole
+    shares: bool = True  # whether rows of autoencoders are shared, too
 
     @classmethod
     def of(cls, model: str | ModelFolder, request: Request, accelerator: Accelerator, layout: RankLayout) -> SharedCall:
@@ -104,19 +113,37 @@ class SharedCall:
             pipe, whole = described(model, request, getattr(torch, dtype) if dtype else None)
             return cls(model, request, accelerator, layout, dtype, doubled_of(pipe, whole))
 
+    def ways(
+        self, ways: Sequence[ContextAttention], choices: Mapping[str, Any], limits: Limits | None
+    ) -> dict[ContextAttention, Prediction]:
+        """Return what the first rank does, by kind of attention, for those that fit. Raises BudgetTooSmall."""
+        found, refusal = dict[ContextAttention, Prediction](), None
+        for way in ways:
+            try:
+                found[way] = self.predicted(0, way, choices, limits)
+            except BudgetTooSmall as error:
+                refusal = error
+        if refusal is not None and not found:
+            raise refusal
+        return found
+
     def predicted(
         self, rank: int, way: ContextAttention, choices: Mapping[str, Any], limits: Limits | None
     ) -> Prediction:
         """Return what `rank` does, with attention in that `way`. Raises BudgetTooSmall."""
-        layout, footprint = self.layout, self._footprint(rank, way)
+        layout, machine = self.layout, computer_with(self.accelerator)
         on_ranks = {"context": layout.ranks, "context_attention": way}
         if limits is None and choices.keys() - on_ranks.keys():
-            fields = {**choices, **on_ranks}
+            fields, footprint = {**choices, **on_ranks}, self._footprint(rank, way, lambda _: ())
         else:
-            budget, allow = (limits.budget, limits.allow) if limits is not None else (None, ())
-            plan = make_plan(footprint, computer_with(self.accelerator), budget, allow)
+            within = limits or Limits(None)
+            past = CalibrationStore(None, self.accelerator)
+            missing = lambda bare: PlanningInputs(bare, machine, past).missing(within)  # noqa: E731
+            footprint = self._footprint(rank, way, missing)
+            plan = make_plan(footprint, machine, within.budget, within.allow)
             reasons = (*plan.reasons, exchange_reason(footprint, layout.per_node))
-            plan = plan.model_copy(update={**on_ranks, "reasons": reasons})
+            vae = plan.vae.model_copy(update={"shared": self.shares})
+            plan = plan.model_copy(update={**on_ranks, "vae": vae, "reasons": reasons})
             fields = plan.model_dump(mode="json", exclude={"device", "request"})
         found = counted(footprint, self.accelerator, fields, title="", card=None, note=NOTE)
         trace = found.trace.model_copy(update={"notes": (*found.trace.notes, *self._whole(footprint))})
@@ -124,15 +151,17 @@ class SharedCall:
 
     def ranks(self, rank: int, way: ContextAttention) -> ContextParallel:
         """Return the ranks that share the rows, as seen by `rank`."""
-        group = SimulatedRankGroup(rank, self.layout.ranks, self.layout.per_node)
-        return ContextParallel(group, RowShares.equal(self.layout.ranks), way, self.doubled)
+        group, equal = (
+            SimulatedRankGroup(rank, self.layout.ranks, self.layout.per_node),
+            RowShares.equal(self.layout.ranks),
+        )
+        return ContextParallel(group, equal, way, self.doubled, shares_autoencoders=self.shares)
 
-    def _footprint(self, rank: int, way: ContextAttention) -> Footprint:
+    def _footprint(self, rank: int, way: ContextAttention, missing: Missing) -> Footprint:
         subject = self.model if isinstance(self.model, str) else self.model.path
         expandable = self.accelerator.expandable_refused is None
-        return Measurer(subject, self.dtype, expandable=expandable, parallel=self.ranks(rank, way)).measure(
-            self.request
-        )
+        measurer = Measurer(subject, self.dtype, expandable=expandable, parallel=self.ranks(rank, way))
+        return measurer.measure(self.request, None, missing)
 
     def _whole(self, footprint: Footprint) -> Iterator[str]:
         """Yield a sentence on each denoiser that every rank runs whole."""

@@ -13,9 +13,11 @@ from tightfit.measure.call_profiler import CallProfiler
 from tightfit.measure.graph_layers import follow_graph
 from tightfit.measure.modules import inspect_pipeline
 from tightfit.plan.default_rates import ANY_CARD
+from tightfit.run.answer_cache import Missing
 from tightfit.run.collecting_rarely import collecting_rarely
 from tightfit.run.simulate import Inputs, SimulationRun, unlimited_card
-from tightfit.schema.footprint import Footprint
+from tightfit.run.strip_profiles import AutoencoderStripProfiles
+from tightfit.schema.footprint import STRIP_LIMITS, Footprint
 from tightfit.schema.request import Request
 
 __all__ = ["measure_rank"]
@@ -23,22 +25,33 @@ __all__ = ["measure_rank"]
 
 @collecting_rarely()
 def measure_rank(
-    model: Any, request: Request, inputs: Inputs, dtype: str | None, parallel: ContextParallel, *,
+    model: Any, request: Request, inputs: Inputs, dtype: str | None, parallel: ContextParallel, missing: Missing, *,
     expandable: bool,
 ) -> Footprint:  # fmt: skip
     """Measure a call on this rank of `parallel`, as `measure_footprint` does without ranks; `model` is modified.
 
-    What the other ranks send has no values. There are neither variants nor strips: ranks share what these would split.
+    What the other ranks send has no values. There are no variants, and strips only for autoencoders that every rank
+    runs whole, as far as they are `missing`: ranks share what these would split.
     """
     with unlimited_card(ANY_CARD) as card:
         precision = getattr(torch, dtype) if dtype else None
         ranks: dict[str, Any] = {"keeps_gradients": False, "parallel": parallel}
-        simulation = SimulationRun(model, card, {"level": 0}, request, precision, **ranks)
+        choices = {"level": 0, "vae": {"shared": parallel.shares_autoencoders}}
+        simulation = SimulationRun(model, card, choices, request, precision, **ranks)
         profiler = CallProfiler(card, expandable=expandable)
         with ExitStack() as undo:
+            strips = AutoencoderStripProfiles(
+                {} if parallel.shares_autoencoders else simulation.components, undo, expandable=expandable
+            )
             profiler.follow(simulation.components, undo)
             for name, module in simulation.components.items():
                 follow_graph(profiler, name, module, watch, undo)
             simulation.run(inputs)
             found = inspect_pipeline(simulation.pipe)
-            return found.model_copy(update={"request": simulation.request, "phases": profiler.phases()})
+            measured = {"request": simulation.request, "phases": profiler.phases()}
+        if parallel.shares_autoencoders:
+            return found.model_copy(update=measured)
+        footprint = found.model_copy(update=measured | {"not_measured": tuple(STRIP_LIMITS)})
+        while wanted := missing(footprint):
+            footprint = strips.with_strips(footprint, wanted[0])
+        return footprint

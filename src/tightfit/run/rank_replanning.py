@@ -11,7 +11,8 @@ import torch
 
 from tightfit.apply.context_parallel.executor import ContextParallel
 from tightfit.errors import BudgetTooSmall
-from tightfit.plan.rank_attention import attention_reason, exchange_reason
+from tightfit.measure.call_log import CallLog
+from tightfit.plan.rank_attention import alone_reason, attention_reason, exchange_reason
 from tightfit.run.calibration import PlanningInputs
 from tightfit.run.call_arguments import CallShape
 from tightfit.run.footprints import Measurer
@@ -28,7 +29,8 @@ class RankReplanner(Replanner):
     """Makes plans for this rank of `parallel`. Each rank has its own device and budget, and so its own weights there.
 
     How attention reaches the keys of other ranks must be the same on all of them: of the `ways` the one with which the
-    slowest rank is fastest. Where no way fits on every rank, all raise BudgetTooSmall.
+    slowest rank is fastest. Where no way fits on every rank, each runs autoencoders whole, in strips if need be; where
+    none fits then, all raise BudgetTooSmall.
     """
 
     retries = False  # the other ranks' calls have ended by then
@@ -38,17 +40,15 @@ class RankReplanner(Replanner):
         self, pipe: Any, plan_target: PlanTarget, parallel: ContextParallel, ways: Sequence[ContextAttention]
     ) -> None:
         self._parallel, self._ways = parallel, tuple(ways)
-        self._by_way: dict[ContextAttention, Measurer | Exception] = {}
+        self._any: Measurer | Exception
         super().__init__(pipe, plan_target)
 
     def _measurer_of(self, pipe: Any, plan_target: PlanTarget) -> Measurer | Exception:
-        for way in self._ways:
-            parallel = replace(self._parallel, attention=way)
-            try:
-                self._by_way[way] = Measurer(pipe, expandable=plan_target.expandable, parallel=parallel)
-            except Exception as error:  # raised by third-party code, which copying modules runs
-                self._by_way[way] = error
-        return self._by_way[self._ways[0]]
+        try:
+            self._any = Measurer(pipe, expandable=plan_target.expandable, parallel=self._parallel)
+        except Exception as error:  # raised by third-party code, which copying modules runs
+            self._any = error
+        return self._any
 
     def first_plan(self, pipe: Any) -> Plan:
         return self._on_ranks(super().first_plan(pipe))
@@ -71,10 +71,22 @@ class RankReplanner(Replanner):
         return machine.model_copy(update={"accelerators": (own,)})
 
     def _new(self, request: Request, shape: CallShape, given: Mapping[str, Any] | None) -> Plan:
+        log = self._logs.get(shape)
+        try:
+            return self._chosen(request, shape, given, log, shares=True)
+        except BudgetTooSmall as refusal:  # on all ranks
+            plan = self._chosen(request, shape, given, log, shares=False)
+            return plan.model_copy(update={"reasons": (*plan.reasons, alone_reason(refusal))})
+
+    def _chosen(
+        self, request: Request, shape: CallShape, given: Mapping[str, Any] | None, log: CallLog | None, *, shares: bool
+    ) -> Plan:
+        """Return the plan with the kind of attention that all ranks agree on; `shares`: rows of autoencoders, too."""
         found: dict[ContextAttention, tuple[Plan, PlanningInputs | None]] = {}
-        refusal, log = None, self._logs.get(shape)
-        for way, measurer in self._by_way.items():
-            self._measurer = measurer
+        refusal = None
+        for way in self._ways:
+            parallel = replace(self._parallel, attention=way, shares_autoencoders=shares)
+            self._measurer = self._any.on(parallel) if isinstance(self._any, Measurer) else self._any
             self._inputs_by_shape.pop(shape, None)
             if log is not None:
                 self._logs[shape] = log
@@ -83,7 +95,7 @@ class RankReplanner(Replanner):
             except BudgetTooSmall as error:
                 refusal = error
             else:
-                found[way] = self._on_ranks(plan, way), self._inputs_by_shape.get(shape)
+                found[way] = self._on_ranks(plan, way, shares=shares), self._inputs_by_shape.get(shape)
         seconds = self._agreed({way: _seconds(plan) for way, (plan, _) in found.items()}, refusal)
         way = min(seconds, key=lambda way: seconds[way])
         plan, inputs = found[way]
@@ -110,9 +122,9 @@ class RankReplanner(Replanner):
         needed = refusal.facts.get("needed_bytes") if refusal is not None else None
         raise BudgetTooSmall(f"rank {rank}: {texts[rank]}", rank=rank, needed_bytes=needed)
 
-    def _on_ranks(self, plan: Plan, way: ContextAttention | None = None) -> Plan:
+    def _on_ranks(self, plan: Plan, way: ContextAttention | None = None, *, shares: bool = True) -> Plan:
         choices = self._parallel.choices | ({} if way is None else {"context_attention": way})
-        return plan.model_copy(update=choices)
+        return plan.model_copy(update=choices | {"vae": plan.vae.model_copy(update={"shared": shares})})
 
 
 def _seconds(plan: Plan) -> float:

@@ -21,6 +21,7 @@ class VaePlan(Record):
     strips: Size | None = None  # exact tiling: bytes for strips of rows, beside the feature maps kept between them
     feature_maps: FeatureMaps = "device"  # where those are kept; "recompute": at most `strips` bytes of them
     tile: Annotated[int, Strict(), Field(ge=16)] | None = None  # blended tiling: side in pixels; None: whole images
+    shared: bool = True  # whether ranks that share rows share these, too; else each rank processes all of an image
     overlap: Annotated[float, Strict(), Field(ge=0, le=0.5)] = 0.25  # share of a tile shared with its neighbour
 
     @model_validator(mode="after")
@@ -52,4 +53,5 @@ class VaePlan(Record):
             kept = {"device": "on the device", "host": "in host memory", "recompute": "as far as they fit"}
             text = f"exact strips within {format_bytes(self.strips)}, feature maps kept {kept[self.feature_maps]}"
             text += f", tiles of {self.tile} px where strips are not possible" if self.tile else ""
-        return f"{text}, one item at a time" if self.slicing or self.strips is not None else text
+        text = f"{text}, one item at a time" if self.slicing or self.strips is not None else text
+        return text if self.shared else f"{text}, on every rank"

@@ -43,6 +43,7 @@ class ContextParallel:
     doubled: Mapping[str, DoubledInputs | str]  # of denoisers; or why one runs whole on every rank
     exchange_rates: ExchangeRates | None = None  # None: not measured
     guidance: GuidanceRanks | None = None  # None: all ranks are one group
+    shares_autoencoders: bool = True  # whether a call is measured with the rows of autoencoders shared, too
 
     @cached_property
     def pairs(self) -> CallPairs | None:
@@ -78,7 +79,8 @@ class ContextParallel:
         inputs, per_node = sorted(self.doubled.items()), getattr(self.group, "per_node", self.group.size)
         group = "" if self.guidance is None else f"guidance group {self.guidance.number}, "
         place = f"{group}rank {self.rows.rank} of {self.shares}, {per_node} a computer"
-        return f"{place}, attention {self.attention}, inputs {inputs}"
+        alone = "" if self.shares_autoencoders else ", autoencoders on every rank"
+        return f"{place}{alone}, attention {self.attention}, inputs {inputs}"
 
     def following(self, plan: Plan) -> ContextParallel:
         """Return the same with the kind of attention that `plan` chose."""
