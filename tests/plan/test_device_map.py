@@ -107,7 +107,10 @@ def test_what_is_fixed_holds_and_the_rest_is_the_fastest(
             assert part.offload_to == place
         else:
             assert plan.device_of(name) == place
-    assert seconds(plan) == pytest.approx(best)
+    if any(part.split for part in plan.components.values()):  # only where that is faster than all whole networks
+        assert seconds(plan) < best
+    else:
+        assert seconds(plan) == pytest.approx(best)
     assert plan.device_map == device_map
     assert bool(fixed) == any(reason.because == "device_map says so" for reason in plan.reasons)
     free = planned(footprint, sizes, None, machine)
