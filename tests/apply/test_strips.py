@@ -161,8 +161,23 @@ def filled(self: Any, x: torch.Tensor) -> torch.Tensor:
     )  # type: ignore[no-any-return]
 
 
+def overwritten(self: Any, x: torch.Tensor) -> torch.Tensor:
+    joined = torch.cat([x[:, :, :1].expand(-1, -1, 7, -1) + 1, x], 2)
+    joined[:, :, 7:] = joined[:, :, 7:] * 2 + x
+    joined[:, :, 2:4] = 0.5
+    return joined * 3
+
+
+def turned(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """As rotary embeddings turn pairs of channels."""
+    pairs = torch.view_as_complex(x.permute(0, 2, 3, 1).unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones(4), torch.arange(4.0)).to(x.device)).flatten(-2)
+
+
 KINDS = {
     "made of nothing": filled,
+    "some rows written over": overwritten,
+    "turned as complex numbers": turned,
     "measured beside work that is done whole": lambda self, x: self.norm(x) + x.flip(2).cumsum(2),
     "reflected border": lambda self, x: F.conv2d(F.pad(x, (1, 1, 2, 3), mode="reflect"), WIDE),
     "replicated border": lambda self, x: F.conv2d(F.pad(x, (1, 1, 3, 3), mode="replicate"), WIDE),

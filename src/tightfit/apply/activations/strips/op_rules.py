@@ -31,6 +31,7 @@ from tightfit.apply.activations.strips.spatial_rules import (
     nearest,
     pad,
     pool,
+    scattered,
     shuffle,
     transposed,
 )
@@ -272,9 +273,11 @@ _RULES: dict[str, Callable[[Node, Sources], Rule | None]] = {
     **dict.fromkeys(("layer_norm", "rms_norm"), _NORMALISED),
     "linalg_vector_norm": beside(_at(2, "dim")),
     "linear": beside(_last(lambda node: 1)),
+    "view_as_complex": beside(_last(lambda node: 1)),  # of the last dimension's pairs
+    "view_as_real": _MOVED,
     "embedding": _MOVED,
     "slice": _slice,
-    "slice_scatter": beside(_at(2, "dim", 0)),
+    "slice_scatter": scattered,
     "select_scatter": beside(lambda node, x: _at(2, "dim", 0)(node, x) if len(x.shape) == len(node.shape) else set()),
     "meshgrid": _meshgrid,
     "repeat": _repeat,

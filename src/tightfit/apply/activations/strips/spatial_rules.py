@@ -25,7 +25,8 @@ from tightfit.apply.activations.strips.rows import (
     times,
 )
 
-__all__ = ["concatenated", "convolution", "interleaved", "nearest", "pad", "pool", "shuffle", "transposed"]
+__all__ = ["concatenated", "convolution", "interleaved", "nearest", "pad", "pool", "scattered", "shuffle",
+           "transposed"]  # fmt: skip
 
 
 def _window(span: Span, kernel: int, stride: int, dilation: int, padding: int) -> Span:
@@ -235,3 +236,26 @@ def concatenated(node: Node, sources: Sources) -> Rule | None:
 
     by_rows = [functools.partial(part, place) for place in range(len(sources))]
     return Rule(tuple(each if x.axis == dim else None for each, x in zip(by_rows, sources, strict=True)), make)
+
+
+def scattered(node: Node, sources: Sources) -> Rule | None:
+    """Some contiguous rows of the first argument are replaced by those of the second."""
+    dim = argument(node, 2, "dim", 0) % len(node.shape)
+    if dim != node.axis:
+        return beside(lambda node, source: {dim})(node, sources)
+    if argument(node, 5, "step", 1) != 1 or any(source.axis != dim for source in sources):
+        return None
+    start, end, _ = slice(argument(node, 3, "start"), argument(node, 4, "end")).indices(node.rows)
+
+    def replaced(span: Span) -> Span:
+        return Span(span.lo - start, span.hi - start).within(end - start)
+
+    def make(pieces: Sequence[RowSlice], span: Span) -> torch.Tensor:
+        before, after = pieces
+        rows, wanted = crop(before.tensor, dim, before.span, span).clone(), replaced(span)
+        if wanted.lo < wanted.hi:
+            place = rows.narrow(dim, wanted.lo + start - span.lo, wanted.hi - wanted.lo)
+            place.copy_(crop(after.tensor, dim, after.span, wanted))
+        return rows
+
+    return Rule((same, replaced), make)
