@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.errors import InputError
-from tightfit.units import format_bytes, format_enough, format_seconds, parse_bytes
+from tightfit.units import format_bytes, format_enough, format_seconds, parse_bytes, parse_rate
 
 SPELLINGS = ["KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]
 
@@ -171,3 +171,19 @@ def test_whole_numbers_of_any_length_stay_whole() -> None:
 def test_what_is_said_to_be_enough_is(size: int) -> None:
     said = parse_bytes(format_enough(size))
     assert size <= said <= max(1.015 * size, size + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_second"),
+    [("100Gbit", 12.5e9), ("25 Gbit/s", 3.125e9), ("12.5GB/s", 12.5e9), (".5gb", 5e8), ("8bit", 1.0), ("1TB", 1e12)],
+)
+def test_rates_of_links(text: str, bytes_per_second: float) -> None:
+    assert parse_rate(text) == pytest.approx(bytes_per_second)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "100", "fast", "0Gbit", "-1GB", "1GiB", "1e9bit", "9" * 2000 + "bit", "9" * 400 + "Tbit"]
+)
+def test_what_is_no_rate(text: str) -> None:
+    with pytest.raises(InputError, match="not the rate of a link"):
+        parse_rate(text)
