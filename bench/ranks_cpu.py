@@ -28,7 +28,7 @@ from torch import nn
 
 from measuring import counting, fill_at_random, write
 from tightfit.apply.context_parallel.doubled_inputs import ComponentArguments, DoubledInputs
-from tightfit.apply.context_parallel.executor import ContextParallel, ParallelMethod
+from tightfit.apply.context_parallel.parallel_method import ParallelMethod, RowSharing
 from tightfit.apply.context_parallel.rank_group import RankGroup
 from tightfit.apply.context_parallel.row_shares import RowShares
 from tightfit.catalog.known import known_model
@@ -50,7 +50,7 @@ class LoneRankGroup(RankGroup):
         super().__init__()
         self.rank, self._calling = 0, True
 
-    def check_same(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    def check_same(self, name: str, tensors: Sequence[torch.Tensor], did: str = "") -> None:
         pass
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -91,14 +91,14 @@ def network_of(case: str) -> nn.Module:
 def method_on(case: str, network: nn.Module, group: RankGroup) -> Callable[..., Any]:
     """The method of `case`, run by the ranks of `group`."""
     method, recorder = CASES[case][3], Recorder(CpuDevice(), count_activations=False)
-    doubled = {}
+    doubled: DoubledInputs | str = ""
     if method == "forward":
         one, other = (ComponentArguments((), arguments_of(case, rows)) for rows in (64, 128))
-        doubled = {case: DoubledInputs.of(one, other)}
-    parallel = ContextParallel(group, RowShares.equal(2), "gathered", doubled)
+        doubled = DoubledInputs.of(one, other)
+    sharing = RowSharing(group, RowShares.equal(2), "gathered")
     kind = type(network)
     plain = getattr(kind, method)
-    return ParallelMethod(kind, case, method, parallel, recorder).wrapped(getattr(plain, "__wrapped__", plain))
+    return ParallelMethod(kind, case, method, sharing, recorder, doubled).wrapped(getattr(plain, "__wrapped__", plain))
 
 
 def called(method: Callable[..., Any], network: nn.Module, given: dict[str, Any]) -> torch.Tensor:
