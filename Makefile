@@ -20,7 +20,7 @@ demo: $(READY)  ## a picture inside a memory budget, and where the memory went; 
 		--device cuda,loopback --level 3 --seed 7 --out demo-out/picture.png --timeline demo-out/memory.png
 	@echo "look at demo-out/picture.png and demo-out/memory.png"
 
-test: lint  ## lint, types and tests; under 15 minutes on 2 cores
+test: lint  ## lint, types and tests; half an hour on 2 cores with other work
 	$(PYTEST)
 
 docs: $(READY)  ## the documentation site, in site/; fails on broken links
@@ -35,7 +35,7 @@ test-slow: $(READY)  ## proofs that take minutes, and every pipeline class, hour
 test-gpu: $(READY)  ## what needs a CUDA card; skipped where there is none
 	$(BIN)/python -m pytest -m gpu
 
-test-cuda:  ## the CUDA path without a card, on PyTorch's CUDA wheel: TORCH=2.12.1; 10 minutes, and 1.5 GB at first
+test-cuda:  ## the CUDA path without a card, on PyTorch's CUDA wheel: TORCH=2.12.1; a quarter of an hour, and 1.5 GB at first
 	$(STUB)/test.sh $(CUDA_VENV) $(TORCH) -m "gpu and not full"
 
 test-versions:  ## what depends on torch's version, with the oldest and the newest: VERSIONS="2.11.0 2.15.0"; 40 minutes

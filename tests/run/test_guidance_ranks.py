@@ -121,6 +121,7 @@ def test_two_groups_of_two_ranks_draw_what_one_process_draws(name: str) -> None:
     [
         ({"cfg": 3}, r'"cfg" is 1, or 2 for a group of ranks for each guidance prediction, not 3'),
         ({"cfg": "2"}, r"not '2'"),
+        ({"context": "1"}, r'"context" is a number of ranks, not'),
         ({"cfg": 2}, r"is for 2 ranks, 2 groups of 1, and the process group has 1"),
         ({"context": 2, "cfg": 2}, r"is for 4 ranks, 2 groups of 2, and the process group has 1"),
         ({"guidance": 2}, r"kind of parallelism"),

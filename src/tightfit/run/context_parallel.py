@@ -109,6 +109,8 @@ def _checked(parallel: str | Mapping[str, Any], size: int) -> tuple[int, int, tu
             f"not {groups!r}", cfg=groups,
         )  # fmt: skip
     context = parallel.get("context", max(size // groups, 1))
+    if type(context) is not int:
+        raise PlanError(f'parallel={dict(parallel)}: "context" is a number of ranks, not {context!r}', context=context)
     if context * groups != size:
         asked = f"{context * groups} ranks" + f", {groups} groups of {context}," * (groups > 1)
         raise PlanError(

@@ -5,6 +5,7 @@ Shares are equal, so the first rank has the most rows, and the second has neighb
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -21,7 +22,6 @@ from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import quietly
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.default_rates import computer_with
-from tightfit.plan.planner import make_plan
 from tightfit.plan.rank_attention import (
     alone_reason,
     attention_reason,
@@ -37,7 +37,7 @@ from tightfit.run.footprints import Measurer
 from tightfit.run.models import resolve_model, stored_dtype
 from tightfit.run.plan_options import Limits, demo_request
 from tightfit.run.rank_layout import RankLayout
-from tightfit.run.simulate import described
+from tightfit.run.simulate import pipeline_for
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ContextAttention, Plan
@@ -46,7 +46,7 @@ from tightfit.schema.results import Prediction
 
 __all__ = ["SharedCall", "forecast_ranks"]
 
-NOTE = "this is computed for one rank, of which each is assumed to have a card like this and as many rows"
+NOTE = "computed for one of the ranks, whose cards and shares of the rows are taken to be equal"
 
 
 def forecast_ranks(
@@ -110,7 +110,7 @@ class SharedCall:
     def of(cls, model: str | ModelFolder, request: Request, accelerator: Accelerator, layout: RankLayout) -> SharedCall:
         dtype = None if isinstance(model, str) else stored_dtype(model.components)
         with quietly():
-            pipe, whole = described(model, request, getattr(torch, dtype) if dtype else None)
+            pipe, whole = pipeline_for(model, request, getattr(torch, dtype) if dtype else None)
             return cls(model, request, accelerator, layout, dtype, doubled_of(pipe, whole))
 
     def ways(
@@ -136,11 +136,10 @@ class SharedCall:
         if limits is None and choices.keys() - on_ranks.keys():
             fields, footprint = {**choices, **on_ranks}, self._footprint(rank, way, lambda _: ())
         else:
-            within = limits or Limits(None)
-            past = CalibrationStore(None, self.accelerator)
-            missing = lambda bare: PlanningInputs(bare, machine, past).missing(within)  # noqa: E731
-            footprint = self._footprint(rank, way, missing)
-            plan = make_plan(footprint, machine, within.budget, within.allow)
+            within, past = limits or Limits(None), CalibrationStore(None, self.accelerator)
+            inputs = functools.partial(PlanningInputs, machine=machine, past=past)
+            footprint = self._footprint(rank, way, lambda bare: inputs(bare).missing(within))
+            plan = inputs(footprint).plan(within)
             reasons = (*plan.reasons, exchange_reason(footprint, layout.per_node))
             vae = plan.vae.model_copy(update={"shared": self.shares})
             plan = plan.model_copy(update={**on_ranks, "vae": vae, "reasons": reasons})
@@ -151,10 +150,8 @@ class SharedCall:
 
     def ranks(self, rank: int, way: ContextAttention) -> ContextParallel:
         """Return the ranks that share the rows, as seen by `rank`."""
-        group, equal = (
-            SimulatedRankGroup(rank, self.layout.ranks, self.layout.per_node),
-            RowShares.equal(self.layout.ranks),
-        )
+        count, per_node = self.layout.ranks, self.layout.per_node
+        group, equal = SimulatedRankGroup(rank, count, per_node), RowShares.equal(count)
         return ContextParallel(group, equal, way, self.doubled, shares_autoencoders=self.shares)
 
     def _footprint(self, rank: int, way: ContextAttention, missing: Missing) -> Footprint:

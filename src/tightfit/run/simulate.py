@@ -41,7 +41,7 @@ from tightfit.simulator.backend import SIMULATOR_LOCK, cards_in_use, use_cards
 from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.simulator.operations import NAME
 
-__all__ = ["Inputs", "SimulationRun", "simulate_call", "unlimited_card", "unlimited_cards"]
+__all__ = ["Inputs", "SimulationRun", "pipeline_for", "simulate_call", "unlimited_card", "unlimited_cards"]
 
 
 Inputs = Mapping[str, Any] | Given | CallLog | None  # of a call: extra arguments, all arguments, or its log
@@ -99,10 +99,10 @@ class SimulationRun:
         `parallel`: the ranks of which `card` is one.
         """
         # on a CPU, models that are loaded here compute in float32, as in `tightfit run`
-        self.pipe, default = _without_weights(model, dtype or (torch.float32 if card.accelerator.is_cpu else None))
+        usual = torch.float32 if card.accelerator.is_cpu else None
+        self.pipe, self.request = pipeline_for(model, request, dtype or usual)
         self.card = card
         self.pipe.set_progress_bar_config(disable=True)
-        self.request = _filled(self.pipe, request, default)
         self.components = find_components(self.pipe)
         denoisers = {name: part for name, part in self.components.items() if find_role(name, part) == "denoiser"}
         if self.request.backward is not None:
@@ -167,8 +167,11 @@ def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Reques
     return model, Request()
 
 
-def described(model: str | ModelFolder, request: Request, dtype: torch.dtype | None) -> tuple[Any, Request]:
-    """Return the pipeline of a known model or a folder, without weights, and `request` with no field left open."""
+def pipeline_for(model: Any, request: Request, dtype: torch.dtype | None) -> tuple[Any, Request]:
+    """Return the pipeline of `model` without weights, and `request` with its open fields as `SimulationRun` fills them.
+
+    `dtype`: of a known model or a folder; None: as it is usually loaded.
+    """
     pipe, default = _without_weights(model, dtype)
     return pipe, _filled(pipe, request, default)
 

@@ -76,7 +76,7 @@ class ContextParallel:
     @property
     def mark(self) -> str:
         """What a call's measurement on this rank depends on, as text."""
-        inputs, per_node = sorted(self.doubled.items()), getattr(self.group, "per_node", self.group.size)
+        inputs, per_node = sorted(self.doubled.items()), self.group.per_node
         group = "" if self.guidance is None else f"guidance group {self.guidance.number}, "
         place = f"{group}rank {self.rows.rank} of {self.shares}, {per_node} a computer"
         alone = "" if self.shares_autoencoders else ", autoencoders on every rank"

@@ -38,6 +38,7 @@ class RankGroup:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.per_node = self.size  # consecutive ranks on a computer, as far as simulated exchanges ask
         self.bytes_sent = 0
         self.ranks_here = 1  # on this computer, as far as `count_ranks_here` was called
         self._group: dist.ProcessGroup | None = None  # of calls, from the first one on
@@ -208,6 +209,7 @@ class RankGroupPart(RankGroup):
     def __init__(self, whole: RankGroup, partition: Sequence[Sequence[int]]) -> None:
         (own,) = (ranks for ranks in partition if whole.rank in ranks)
         self.rank, self.size, self.bytes_sent = own.index(whole.rank), len(own), 0
+        self.per_node = self.size
         self._whole, self._partition, self._own = whole, partition, own
         self._group: dist.ProcessGroup | None = None
         self._pending: list[list[dist.Work]] = []

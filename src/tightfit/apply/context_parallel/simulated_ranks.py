@@ -28,7 +28,7 @@ class SimulatedRankGroup(RankGroup):
     @classmethod
     def like(cls, group: RankGroup, card: SimulatedCard) -> SimulatedRankGroup:
         """Return the rank of `group`, on `card`."""
-        return cls(group.rank, group.size, getattr(group, "per_node", None), card)
+        return cls(group.rank, group.size, group.per_node, card)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
