@@ -20,7 +20,8 @@ from tightfit.run.plan_options import Limits
 from tightfit.run.predict import forecast
 from tightfit.run.predict_ranks import SharedCall, forecast_ranks
 from tightfit.run.rank_layout import RankLayout
-from tightfit.run.simulate import SimulationRun, unlimited_card
+from tightfit.run.simulate import SimulationRun
+from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.plan import ContextAttention
 from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction

@@ -41,7 +41,16 @@ from tightfit.schema.plan import (
     check_techniques,
 )
 from tightfit.schema.request import Request
-from tightfit.schema.results import CallMeasurement, PhaseMeasurement, PhaseTrace, Prediction, Sample, Trace
+from tightfit.schema.results import (
+    CacheTrace,
+    CallMeasurement,
+    PhaseMeasurement,
+    PhaseTrace,
+    Prediction,
+    Sample,
+    Trace,
+)
+from tightfit.schema.step_cache import StepCache
 
 # one of each, every field different from its default
 
@@ -95,6 +104,7 @@ PASS = ComponentCall(
     peak=65,
     block_uses=(USE,),
     backward_from=0,
+    left_out_from=0,
     time_scale=1.5,
     is_part=True,
     crossing_bytes=9,
@@ -133,6 +143,7 @@ FOOTPRINT = Footprint(
     request=REQUEST,
     phases=(STRETCH,),
     variants=(VARIANT,),
+    caches={"unet": StepCache(strategy="text-kv")},
     not_measured=("variants",),
     from_call_log=True,
 )
@@ -142,6 +153,13 @@ PART = NetworkPart(
     first="transformer_blocks.1", placement="stream", offload_to="disk", weight_memory=3 * 2**30,
     granularity="layer", ring_buffer=2**29, resident_layers=("transformer_blocks.1.attn",),
 )  # fmt: skip
+CACHE = StepCache(
+    strategy="teacache", threshold=0.3, most_skipped=2, coefficients=(2.0, 1.0), first_blocks=2, last_blocks=1,
+    warm_up=3, cool_down=2, skipped_steps=(4, 6), keep_on="host",
+)  # fmt: skip
+SERIES = StepCache(strategy="taylorseer", interval=4, order=2)
+MAGNITUDES = StepCache(strategy="magcache", magnitudes=(1.0, 0.9))
+ATTENTION_KEPT = StepCache(strategy="pab", cross_interval=4)
 STORED = ComponentPlan(
     device="cuda:0",
     split={"cuda:1": PART},
@@ -161,6 +179,7 @@ STORED = ComponentPlan(
     cfg="batched",
     ffn_chunk=2**20,
     attention="chunked",
+    cache=CACHE,
 )
 TRACED = ComponentPlan(exported="unet.trace", compiled=True)
 STINT = ComponentRun(component="vae", method="decode", runs=2, unused_blocks=("encoder", "quant_conv"), prefetch=2**20)
@@ -176,9 +195,13 @@ PHASE = PhaseTrace(
     name="denoise", start=0.1, seconds=2.5, peak_bytes=9, peak_weights=8, peak_reserved=10, bytes_in=7,
     bytes_out=6, runs=20, on_demand=3, seconds_waiting=0.5, other_devices={"cuda:0": 7},
 )  # fmt: skip
+CACHED = CacheTrace(
+    component="transformer", strategy="first-block", steps=20, skipped_steps=(3, 5), device_bytes=7, host_bytes=8,
+    loaded_in_vain=9,
+)  # fmt: skip
 TRACE = Trace(
     call=2, device="cuda:1", seconds=3.5, phases=(PHASE,), samples=(SAMPLE,), other_bytes=4, rss_peak_bytes=5,
-    lossy=("fp8",), notes=("it rained",),
+    caches=(CACHED,), lossy=("fp8",), notes=("it rained",),
 )  # fmt: skip
 LIVED = PhaseMeasurement(
     name="denoise", runs=20, predicted_seconds=2.0, seconds=2.5, predicted_bytes=8, peak_bytes=9, activations=1,
@@ -191,7 +214,8 @@ PREDICTION = Prediction(
 )  # fmt: skip
 EXAMPLES = [
     REQUEST, BUDGET, BUDGETS, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, LEG, WAY, STRETCH, VARIANT,
-    FOOTPRINT, REASON, VAE, PART, STORED, TRACED, STINT, FORECAST, DEVICE_MAP, PLAN, SAMPLE, PHASE, TRACE, LIVED,
+    FOOTPRINT, REASON, VAE, PART, CACHE, SERIES, MAGNITUDES, ATTENTION_KEPT, STORED, TRACED, STINT, FORECAST,
+    DEVICE_MAP, PLAN, SAMPLE, PHASE, CACHED, TRACE, LIVED,
     EXPERIENCE, PREDICTION,
 ]  # fmt: skip
 
@@ -691,7 +715,7 @@ def test_tiles_are_lossy_where_a_picture_needs_more_than_one(request_: Request |
 def test_everything_lossy_goes_by_a_name_that_can_be_allowed() -> None:
     plan = Plan(components={"unet": STORED}, vae=VaePlan(tile=64))
     assert [text.partition(":")[0] for text in plan.lossy] == ["fp8", "blended-tiling"]
-    assert {"fp8", "int8", "sage-attention", "blended-tiling"} == set(TECHNIQUES)
+    assert {"fp8", "int8", "sage-attention", "blended-tiling", "step-cache"} == set(TECHNIQUES)
     sage = Plan(components={"unet": ComponentPlan(attention="sage")})
     assert sage.lossy == ("sage-attention: attention of unet",)
 
@@ -704,9 +728,9 @@ def test_techniques_are_known_by_name() -> None:
         check_techniques(["fp8", "fp9"])
     assert error.value.facts == {"name": "fp9"}
     with pytest.raises(
-        PlanError, match="unknown technique 'teacache': there are blended-tiling, fp8, int8, sage-attention"
+        PlanError, match="unknown technique 'pruned': there are blended-tiling, fp8, int8, sage-attention, step-cache"
     ):
-        check_techniques("teacache")
+        check_techniques("pruned")
 
 
 @pytest.mark.parametrize(

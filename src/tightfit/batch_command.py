@@ -12,6 +12,7 @@ from tightfit.command_options import (
     Allow,
     AsJson,
     Batch,
+    Cache,
     Changes,
     Dtype,
     Frames,
@@ -60,6 +61,7 @@ def batch(
     budget: Within = None,
     ram: Ram = None,
     allow: Allow = None,
+    cache: Cache = None,
     level: Level = None,
     plan: PlanFile = None,
     set_: Changes = None,
@@ -82,7 +84,7 @@ def batch(
         if len(words) > 2:
             raise InputError(f"batch takes [MODEL] PROMPTS, not {len(words)} words: {words[0]} …")
         choices = plan_fields(plan, level, set_ or [])
-        limits = limits_of(budget, ram, allow or [], choices)
+        limits = limits_of(budget, ram, allow or [], choices, cache)
         request = call_request(
             choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )

@@ -18,6 +18,7 @@ from tightfit.command_options import (
     AsJson,
     Backward,
     Batch,
+    Cache,
     CardsPerNode,
     Changes,
     Dtype,
@@ -85,6 +86,7 @@ def run(
     budget: Within = None,
     ram: Ram = None,
     allow: Allow = None,
+    cache: Cache = None,
     level: Level = None,
     plan: PlanFile = None,
     set_: Changes = None,
@@ -110,7 +112,7 @@ def run(
         if len(words) > 2:
             raise InputError(f"run takes [MODEL] PROMPT, not {len(words)} words: put the prompt in quotes")
         choices = plan_fields(plan, level, set_ or [])
-        limits = limits_of(budget, ram, allow or [], choices)
+        limits = limits_of(budget, ram, allow or [], choices, cache)
         request = call_request(
             choices, negative, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
@@ -148,6 +150,7 @@ def predict(
     budget: Within = None,
     ram: Ram = None,
     allow: Allow = None,
+    cache: Cache = None,
     level: Level = None,
     plan: PlanFile = None,
     set_: Changes = None,
@@ -172,7 +175,7 @@ def predict(
         if timeline is not None:
             check_timeline(timeline)
         choices = plan_fields(plan, level, set_ or [])
-        limits = limits_of(budget, ram, allow or [], choices)
+        limits = limits_of(budget, ram, allow or [], choices, cache)
         asked = call_request(
             choices, negative, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch,
             backward=backward,

@@ -13,6 +13,7 @@ __all__ = [
     "AsJson",
     "Backward",
     "Batch",
+    "Cache",
     "CardsPerNode",
     "Changes",
     "Dtype",
@@ -37,6 +38,10 @@ PlanFile = Annotated[Path | None, typer.Option(help="YAML or JSON file of plan f
 Within = Annotated[str | None, typer.Option("--budget", help="What the device may hold. Default: what it has.")]
 Ram = Annotated[str | None, typer.Option(help="What may wait in RAM; on a CPU, all of the process.")]
 Allow = Annotated[list[str] | None, typer.Option(help="With --budget: a lossy technique, if need be, e.g. fp8.")]
+Cache = Annotated[
+    str | None,
+    typer.Option(metavar="STRATEGY", help="With --budget: a step cache, e.g. first-block,threshold=0.1."),
+]
 Changes = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A plan field.")]
 Pixels = Annotated[int | None, typer.Option(help="Pixels.")]
 Frames = Annotated[int | None, typer.Option(help="Frames of a video.")]

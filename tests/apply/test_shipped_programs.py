@@ -16,8 +16,9 @@ from tightfit.apply.activations.strips.graph_cache import SHIPPED, mark_of_maker
 from tightfit.apply.activations.strips.program import Program
 from tightfit.catalog.known import model_names
 from tightfit.plan.default_rates import ANY_CARD
-from tightfit.run.simulate import SimulationRun, unlimited_card
+from tightfit.run.simulate import SimulationRun
 from tightfit.run.strip_profiles import AutoencoderStripProfiles
+from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.request import Request
 
 FOLDER = Path(str(files("tightfit"))) / SHIPPED

@@ -16,7 +16,8 @@ from tightfit.apply.context_parallel.simulated_ranks import SimulatedRankGroup
 from tightfit.measure.meta_copy import meta_copy
 from tightfit.run.doubled_calls import doubled_inputs_of
 from tightfit.run.footprints import Measurer
-from tightfit.run.simulate import SimulationRun, unlimited_card
+from tightfit.run.simulate import SimulationRun
+from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.footprint import Footprint
 from tiny_pipelines import CASES
 

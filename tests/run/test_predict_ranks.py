@@ -20,7 +20,7 @@ from tightfit.run.models import resolve_model
 from tightfit.run.plan_options import Limits
 from tightfit.run.predict_ranks import SharedCall, forecast_ranks
 from tightfit.run.rank_layout import RankLayout, rank_layout
-from tightfit.run.simulate import unlimited_card
+from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.machine import KernelGroup
 from tightfit.schema.plan import ContextAttention
 from tightfit.schema.request import Request

@@ -16,7 +16,8 @@ from tightfit.measure.meta_copy import meta_copy
 from tightfit.plan.planner import make_plan
 from tightfit.run.doubled_calls import doubled_inputs_of
 from tightfit.run.footprints import Measurer
-from tightfit.run.simulate import SimulationRun, unlimited_card
+from tightfit.run.simulate import SimulationRun
+from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.footprint import ComponentCall, Footprint
 from tightfit.schema.machine import EXCHANGES, KernelGroup
 from tightfit.schema.plan import ContextAttention

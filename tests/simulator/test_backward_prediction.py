@@ -22,7 +22,8 @@ from tightfit.measure.module_equivalence import call_signature
 from tightfit.measure.modules import find_components, find_role
 from tightfit.run.argument_values import Given
 from tightfit.run.differentiated_calls import require_gradients
-from tightfit.run.simulate import SimulationRun, simulate_call, unlimited_card
+from tightfit.run.simulate import SimulationRun, simulate_call
+from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.operations import NAME
 from tightfit.simulator.storage import free_dead_tensors

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tightfit.apply.activations.attention_dispatch import AttentionDispatcher
+from tightfit.apply.activations.caches.component_cache import ComponentCache
 from tightfit.apply.activations.cfg_batching import batch_or_split
 from tightfit.apply.activations.gradient_checkpointing import attention_layers
 from tightfit.apply.activations.vae_tiling import wrap_vae_methods
@@ -28,6 +29,7 @@ from tightfit.apply.weights.device_offloaders import DeviceOffloaders
 from tightfit.apply.weights.oom_retry import retry_on_oom
 from tightfit.apply.weights.saved_weights import saving_members
 from tightfit.devices.device import Device
+from tightfit.errors import PlanError
 from tightfit.measure.modules import HANDLE, compiled_around, find_role
 from tightfit.schema.plan import ComponentPlan, Plan
 
@@ -52,6 +54,7 @@ class Members:
 
     def of_component(self, name: str, module: nn.Module, device: Device, undo: ExitStack) -> dict[str, Any]:
         """Return the members of `module`, the component `name`, which runs on `device`."""
+        self._cache_steps(name, module, device, undo)
         role, original, session = find_role(name, module), type(module), self.session
         plan, calls, host = self.plan.components.get(name, ComponentPlan()), self.calls, self.device
         lossy, recorder, manager = plan.lossy(name), self.handle.recorder.of(device.name), self.places.of(name)
@@ -96,7 +99,9 @@ class Members:
                 manager.dismiss(name)
 
         members: dict[str, Any] = {**self._kept(), **batch_or_split(module, plan, recorder.note)}
-        called = working("forward", members.get("__call__", original.__call__))
+        usual = members.get("__call__", original.__call__)
+        cache = session.caches.get(name)
+        called = working("forward", usual if cache is None else cache.calling(usual))
         busy = lambda: session.busy  # noqa: E731
         members["__call__"] = parallel_call(name, module, plan, self.parallel, recorder, called, busy)
         if role == "autoencoder":
@@ -110,6 +115,29 @@ class Members:
             members["device"] = property(lambda _: here())
         members |= module_switches(name, original, here, leave, measured=calls.replans is not None)
         return members | copying(self.handle.set_aside)
+
+    def _cache_steps(self, name: str, module: nn.Module, device: Device, undo: ExitStack) -> None:
+        """Give `module`, the component `name`, the step cache that the plan wants."""
+        settings, handle = self.plan.components.get(name, ComponentPlan()).cache, self.handle
+        if settings is None:
+            return
+        if self.parallel is not None:
+            raise PlanError(
+                f"{name}: networks whose rows {self.plan.context} ranks share take no cache={settings.strategy}"
+            )
+        if (role := find_role(name, module)) != "denoiser":
+            raise PlanError(f"{name} is no denoiser but an {role}: it has no steps for cache={settings.strategy}")
+
+        def steps() -> int | None:
+            found = getattr(handle.pipe, "_num_timesteps", None)  # which diffusers' pipelines set before their loop
+            return found if isinstance(found, int) else None
+
+        cache = ComponentCache(
+            name, module, settings, device, steps,
+            lambda modules: self.places.leave_out(name, tuple(modules)), handle.recorder.of(device.name).note,
+        )  # fmt: skip
+        cache.attach(module, undo.callback)
+        self.session.caches[name] = cache
 
     def _kept(self) -> dict[str, Any]:
         return {HANDLE: self.handle, f"{HANDLE}_applied": self.applied}

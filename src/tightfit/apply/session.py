@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tightfit.apply.activations.caches.component_cache import ComponentCache
 from tightfit.apply.activations.sdpa_patch import AttentionHandler, current_handlers, set_handlers
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
 from tightfit.apply.weights.gradients import in_backward
@@ -45,6 +46,7 @@ class Session:
         self._lock = lock
         self._calls = 0  # calls running: 0 or 1
         self._clean = True  # whether the last call was cleaned up
+        self.caches: dict[str, ComponentCache] = {}  # step caches, by component
         self.over = False  # whether the pipeline follows another plan, or none, by now
         self._working: list[str] = []
         self._attenders: tuple[AttentionHandler, ...] = ()
@@ -62,16 +64,21 @@ class Session:
             self._calls, self._clean = 1, False
             try:
                 self._places.begin(steps)
+                for cache in self.caches.values():
+                    cache.begin_call()
                 with self._recorder.call():
                     yield
                     self._tell(self._places.end(), during=False)
-                    self._done(self._recorder.trace())
+                    kept = tuple(found for cache in self.caches.values() if (found := cache.trace()))
+                    self._done(self._recorder.trace().model_copy(update={"caches": kept}))
                 if self._keeps:
                     self._places.rest()
                     self._clean = True
             finally:
                 self._calls = 0
                 self._working.clear()
+                for cache in self.caches.values():
+                    cache.clear()
                 if not self._clean:
                     self._clear()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,16 +14,15 @@ from torch import nn
 
 from tightfit.errors import RunError
 from tightfit.measure.module_equivalence import call_signature
-from tightfit.measure.modules import find_blocks, find_layers, find_parts, find_role, weight_tensors
-from tightfit.measure.passes import KernelCounter, OpenBlockUse, OpenCall, OpenPhase, find_phase
+from tightfit.measure.modules import find_blocks, find_layers, find_parts, find_role
+from tightfit.measure.passes import KernelCounter, OpenBlockUse, OpenCall, OpenPhase, find_phase, weight_blocks
 from tightfit.schema.footprint import Phase
 from tightfit.simulator.allocator import AllocatorEvent
 from tightfit.simulator.allocator_replay import least_capacity, replay, rounded_peak
 from tightfit.simulator.backward import follow_nodes
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
-from tightfit.simulator.operations import NAME
-from tightfit.simulator.storage import free_dead_tensors, store_of
+from tightfit.simulator.storage import free_dead_tensors
 
 __all__ = ["CallProfiler"]
 
@@ -52,13 +51,15 @@ class CallProfiler:
         self._began = len(card.allocator.history)
         self._standing: dict[int, AllocatorEvent] = {}  # by block number, allocations from before that are still live
         self._followed: dict[str, _ProfiledComponent] = {}
+        # what else tells calls of a component apart, besides the shapes of their arguments
+        self.kind_of: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] = lambda name, args, kwargs: None
         self._own: dict[int, int] = {}  # bytes of components' weights by block number
         self._begin_call()
 
     def for_another_call(self, components: Mapping[str, nn.Module]) -> CallProfiler:
         """Return a profiler for another call of the same `components`; memory left by earlier calls is not weights."""
         other = copy.copy(self)
-        other._own = _blocks_of(components)
+        other._own = weight_blocks(components)
         other._weights += sum(other._own.values()) - sum(self._own.values())
         other._began = len(self._card.allocator.history)
         other._standing = self._there(other._began)
@@ -78,7 +79,7 @@ class CallProfiler:
         self, components: dict[str, nn.Module], undo: ExitStack, callers: Mapping[str, object] = MappingProxyType({})
     ) -> None:
         """Observe `components` until `undo` is closed; the `forward` of their `callers`, if any, are their calls."""
-        self._own = _blocks_of(components)
+        self._own = weight_blocks(components)
         self._card.kernel_callbacks.append(self._kernel)
         undo.callback(self._card.kernel_callbacks.remove, self._kernel)
         self._card.sync_callbacks.append(self._wait)
@@ -170,7 +171,9 @@ class CallProfiler:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._works(name):
                 return inner(*args, **kwargs)
-            self._begin(phase, OpenCall(name, method, call_signature(args, kwargs)))
+            self._begin(
+                phase, OpenCall(name, method, (*call_signature(args, kwargs), self.kind_of(name, args, kwargs)))
+            )
             try:
                 return inner(*args, **kwargs)
             finally:
@@ -259,6 +262,11 @@ class CallProfiler:
                 self.turn(block)
             self._open[-1].layer = layer
 
+    def left_out(self) -> None:
+        """Note that the component call in progress, by what it has computed so far, will leave something out."""
+        if self._open and self._open[-1].left_out_from is None:
+            self._open[-1].left_out_from = sum(segment.worked for segment in self._open[-1].segments)
+
     def turn(self, block: str) -> None:
         """Count what follows for `block` of the component call in progress."""
         free_dead_tensors()
@@ -290,10 +298,3 @@ class CallProfiler:
     def _wait(self) -> None:
         if self._open:
             self._open[-1].segments[-1].wait(self._open[-1].layer)
-
-
-def _blocks_of(components: Mapping[str, nn.Module]) -> dict[int, int]:
-    """Bytes of the weights of `components` on simulated cards, by allocator block number."""
-    tensors = [each for module in components.values() for each in weight_tensors(module) if each.device.type == NAME]
-    blocks = [store_of(each).block for each in tensors]
-    return {block.number: block.size for block in blocks if block is not None}

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
+from tightfit.measure.modules import weight_tensors
 from tightfit.schema.footprint import BlockUse, ComponentCall, Phase, Role
 from tightfit.schema.machine import KernelGroup, LayerWork
 from tightfit.simulator.kernel_costs import KernelCost
+from tightfit.simulator.operations import NAME
+from tightfit.simulator.storage import store_of
 
-__all__ = ["KernelCounter", "OpenBlockUse", "OpenCall", "OpenPhase", "find_phase"]
+__all__ = ["KernelCounter", "OpenBlockUse", "OpenCall", "OpenPhase", "find_phase", "weight_blocks"]
 
 _PHASES: dict[Role, str] = {"encoder": "encode", "denoiser": "denoise", "autoencoder": "decode"}
+
+
+def weight_blocks(components: Mapping[str, nn.Module]) -> dict[int, int]:
+    """Bytes of the weights of `components` on simulated cards, by allocator block number."""
+    tensors = [each for module in components.values() for each in weight_tensors(module) if each.device.type == NAME]
+    blocks = [store_of(each).block for each in tensors]
+    return {block.number: block.size for block in blocks if block is not None}
 
 
 def find_phase(name: str, role: Role, method: str) -> str:
@@ -109,6 +122,7 @@ class OpenCall:
     layer: str = ""  # current layer
     kernels: int = 0
     in_backward: bool = False
+    left_out_from: int | None = None  # block uses that had worked when it was known that others will not run
     forward_places: list[tuple[int, str, str]] = field(default_factory=list)  # sequence numbers, blocks and layers
 
     def note_place(self, sequence_number: int) -> None:
@@ -137,6 +151,7 @@ class OpenPhase:
         self.between = KernelCounter()
         self._kinds: dict[Any, list[OpenBlockUse]] = {}
         self._backward_from: dict[Any, int | None] = {}
+        self._left_out_from: dict[Any, int | None] = {}
         self._order: list[Any] = []
 
     def add(self, done: OpenCall, segments: list[OpenBlockUse]) -> None:
@@ -145,6 +160,7 @@ class OpenPhase:
         if kind not in self._kinds or _highest(segments) > _highest(self._kinds[kind]):
             self._kinds[kind] = segments
             self._backward_from[kind] = backward
+            self._left_out_from[kind] = done.left_out_from
         self._order.append(kind)
         self.peak = max(self.peak, _highest(segments))
 
@@ -180,6 +196,7 @@ class OpenPhase:
             peak=peak,
             block_uses=uses,
             backward_from=self._backward_from[kind],
+            left_out_from=self._left_out_from[kind],
         )
 
 

@@ -11,7 +11,7 @@ from tightfit.plan.backward_cache import backward_seconds
 from tightfit.plan.cost_model import CostModel, work_in_strips
 from tightfit.plan.eight_bits import widened_bytes
 from tightfit.plan.layer_selection import resolve_streaming, small_tensor_bytes, weight_group_sizes
-from tightfit.plan.timeline import HostOverheads, TransferSimulator
+from tightfit.plan.timeline import ComputeSegment, HostOverheads, TransferSimulator
 from tightfit.schema.footprint import Component, ComponentCall, StripProfile
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan, Granularity
@@ -118,10 +118,11 @@ class ComponentCost:
                 guess, self._sizes, self._resident, ring, self.rate, self.launch, now, overheads
             )
         self._flow.now = max(self._flow.now, now)
+        left_out, after = self._left_out(call, segments)
         seconds: list[float] = []
         while len(seconds) < min(runs, SIMULATED_CALLS) and not self._flow.complete and not _steady(seconds):
             if strip_profile is None:
-                seconds.append(self._flow.work(segments))
+                seconds.append(self._flow.work(segments, left_out=left_out, after=after))
             else:
                 seconds.append(
                     work_in_strips(
@@ -137,6 +138,13 @@ class ComponentCost:
         )
         self.idle = later if self._flow.complete and len(seconds) < runs else self._flow.idle
         return now + sum(seconds) + later * (runs - len(seconds))
+
+    def _left_out(self, call: ComponentCall, segments: Sequence[ComputeSegment]) -> tuple[frozenset[str], int]:
+        """Return the weight groups that a step cache leaves out of a call, and after how many segments it is known."""
+        if call.left_out_from is None:
+            return frozenset(), 0
+        used = {segment.group for segment in segments}
+        return frozenset(self._sizes.keys() - used), self._cost_model.decided_after(call, self._granularity)
 
     def _differentiated_seconds(self, call: ComponentCall) -> float:
         """Return the seconds of a call and its backward pass. Each begins without weights, and none stays resident."""

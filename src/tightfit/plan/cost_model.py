@@ -53,6 +53,11 @@ class CostModel:
             self._segments[key] = call, self._joined(call, granularity)
         return self._segments[key][1]
 
+    def decided_after(self, call: ComponentCall, granularity: Granularity) -> int:
+        """Return how many segments of a call run before it is known that it leaves something out."""
+        before = call.model_copy(update={"block_uses": call.block_uses[: call.left_out_from]})
+        return len(self._joined(before, granularity))
+
     def halves(
         self, call: ComponentCall, granularity: Granularity = "layer"
     ) -> tuple[list[ComputeSegment], list[ComputeSegment]]:

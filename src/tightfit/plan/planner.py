@@ -254,6 +254,8 @@ def _plan(
     stores = device_map.stores if device_map else {}
     components = {c.name: idle_plan(c, stores.get(c.name, store)) for c in footprint.components}
     components |= {name: option.plan for name, option in found.options}
+    for name, cache in footprint.caches.items():
+        components[name] = components[name].model_copy(update={"cache": cache})
     choices = {
         "components": {name: part.to_mapping() for name, part in components.items()},
         "vae": found.vae.to_mapping(),

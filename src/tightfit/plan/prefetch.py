@@ -138,6 +138,15 @@ class PrefetchOrder(Generic[K]):
         self._spoiled = True
         self.look_again()
 
+    def without(self, keys: Container[K]) -> PrefetchOrder[K]:
+        """Return the order of a call that goes on from here and uses none of `keys`; what it has used counts."""
+        other = PrefetchOrder([key for key in self._cycle if key not in keys])
+        other.known = self.known
+        other.begin(last=self._end is not None)
+        for key in self._seen:
+            other.used(key)
+        return other
+
     def rewind(self) -> None:
         """Start the next call at the beginning of the cycle, wherever the last one ended."""
         self._at, self._looked, self._end = -1, 0, None
@@ -155,14 +164,32 @@ class PrefetchPolicy(ABC, Generic[K]):
 
     def __init__(self, order: PrefetchOrder[K], resident: Container[K]) -> None:
         self._order, self._resident = order, resident
+        self._whole: PrefetchOrder[K] | None = None  # the usual order, while a call leaves something out
         self._loaded: dict[K, Any] = {}  # what is loaded or being loaded
 
     def expect_uses(self, keys: Sequence[K]) -> None:
         """Set the uses to come in this call, in this order."""
         if self._order.expect(keys):
-            self._send_ahead()  # counts what is loaded and needed soon; the rest is dropped
-            self._drop(lambda other: not self._order.awaited(other))
-            self._send_ahead()
+            self._follow_order()
+
+    def leave_out(self, keys: Container[K]) -> list[K]:
+        """Expect no more uses of `keys` in this call, from which nothing is learned; return what was loaded in vain."""
+        self._whole, self._order = self._whole or self._order, self._order.without(keys)
+        return self._follow_order()
+
+    def _whole_again(self) -> None:
+        """After a call that left something out, expect a usual one."""
+        if self._whole is not None:
+            self._order, self._whole = self._whole, None
+            self._order.rewind()
+            self._follow_order()
+
+    def _follow_order(self) -> list[K]:
+        """Load by an order that has changed; return what was loaded, or on its way, and is not needed soon."""
+        self._send_ahead()  # counts what is loaded and needed soon; the rest is dropped
+        dropped = self._drop(lambda other: not self._order.awaited(other))
+        self._send_ahead()
+        return dropped
 
     def _use(self, key: K) -> None:
         """Record a use of `key`, and load it if it is not loaded."""
@@ -188,13 +215,14 @@ class PrefetchPolicy(ABC, Generic[K]):
     def _send_ahead(self) -> None:
         self._order.look_ahead(self._send_if_room)
 
-    def _drop(self, which: Callable[[K], bool]) -> None:
-        """Evict what is in the ring, not in use and for which `which` is true."""
+    def _drop(self, which: Callable[[K], bool]) -> list[K]:
+        """Evict what is in the ring, not in use and for which `which` is true; return it."""
         idle = [key for key in self._idle_in_ring() if which(key)]
         for key in idle:
             self._evict(key)
         if idle:
             self._order.look_again()
+        return idle
 
     @abstractmethod
     def _send_if_room(self, key: K) -> bool:

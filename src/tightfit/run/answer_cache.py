@@ -18,6 +18,7 @@ from tightfit.files import cache_folder, code_mark, read_regular, replacing
 from tightfit.schema.base import Record
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.request import Request
+from tightfit.schema.step_cache import StepCache
 
 __all__ = [
     "Missing",
@@ -61,6 +62,11 @@ def lookup(kind: type[Answer], question: dict[str, Any]) -> Answer | None:
 
 def _file(kind: type[Record], question: dict[str, Any]) -> Path:
     return cache_folder() / f"{kind.__name__.lower()}s" / f"{key_of(question)}.json"
+
+
+def marked(mark: str, cache: StepCache | None) -> str:
+    """Return `mark`, that of a model, for one whose denoisers have a step cache; "" stays."""
+    return f"{mark} {cache.to_json()}" if mark and cache is not None else mark
 
 
 def footprint_question(mark: str, request: Request, dtype: str | None, *, expandable: bool = True) -> dict[str, Any]:

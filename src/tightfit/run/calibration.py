@@ -87,13 +87,13 @@ class PlanningInputs(NamedTuple):
 
     def missing(self, limits: Limits) -> tuple[str, ...]:
         """Return the parts that the footprint lacks and a plan within `limits` could benefit from."""
-        budget, _, host, device_map = limits
+        budget, host, device_map = limits.budget, limits.host, limits.device_map
         known: dict[str, Any] = {"device": host, "device_map": device_map, "cache": self.cache}
         return find_missing(self.footprint, self.machine, budget, measurements=self.past.read(), **known)
 
     def plan(self, limits: Limits) -> Plan:
         """Make the plan within `limits`, calibrated by the stored measurements. Raises BudgetTooSmall."""
-        budget, allow, host, device_map = limits
+        budget, allow, host, device_map = limits.budget, limits.allow, limits.host, limits.device_map
         known: dict[str, Any] = {"device": host, "device_map": device_map, "cache": self.cache}
         return make_plan(self.footprint, self.machine, budget, allow, measurements=self.past.read(), **known)
 

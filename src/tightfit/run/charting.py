@@ -201,7 +201,8 @@ def simulated_preset(model: str, level: int, footprint: Footprint, accelerator: 
 
 
 def _simulated(model: str, level: int, footprint: Footprint, accelerator: Accelerator, request: Request) -> Preset:
-    from tightfit.run.simulate import SimulationRun, unlimited_card
+    from tightfit.run.simulate import SimulationRun
+    from tightfit.run.unlimited_cards import unlimited_card
     from tightfit.simulator.allocator_replay import least_capacity
 
     with unlimited_card(accelerator) as card:

@@ -80,8 +80,10 @@ def parallelism_of(
 
 
 def refuse_beside_ranks(parallel: str | Mapping[str, Any] | None, beside: str | Limits) -> None:
-    """Raise PlanError if ranks, of which each has one device, are asked for `beside` several devices."""
+    """Raise PlanError if ranks, of which each has one device, are to have several devices `beside`, or a step cache."""
     if isinstance(beside, Limits):
+        if parallel is not None and beside.cache is not None:
+            raise PlanError(f"parallel={parallel!r}: networks of ranks take no cache={beside.cache.strategy}")
         several = beside.budget is not None and bool(beside.budget.devices)
         beside = f"budget={beside.budget.described}" if beside.budget is not None and several else ""
     if parallel is not None and beside:

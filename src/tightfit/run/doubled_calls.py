@@ -14,7 +14,8 @@ from tightfit.measure.meta_copy import meta_copy
 from tightfit.measure.modules import find_role
 from tightfit.plan.default_rates import ANY_CARD
 from tightfit.run.call_arguments import shape_of, usual_side
-from tightfit.run.simulate import SimulationRun, unlimited_card
+from tightfit.run.simulate import SimulationRun
+from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.request import Request
 
 __all__ = ["doubled_inputs_of"]

@@ -27,6 +27,7 @@ from tightfit.run.rank_replanning import RankReplanner
 from tightfit.run.replanning import Replanner
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
+from tightfit.schema.step_cache import StepCache
 
 __all__ = ["fit"]
 
@@ -42,6 +43,7 @@ def fit(
     device: str | torch.device | Device | None = None,
     ram: str | int | None = None,
     allow: Sequence[str] = (),
+    cache: StepCache | Mapping[str, Any] | str | None = None,
     device_map: DeviceMapLike = None,
     max_memory: MaxMemory = None,
     count_activations: bool = True,
@@ -73,6 +75,10 @@ def fit(
     `request` (`{"height": 512, "width": 512, "arguments": {"clip_skip": 1}}`). The plan is made from a footprint
     (measured once, in seconds) and the card's rates (measured once, in up to 20 s). It is lossless if such a plan
     fits; otherwise it may use the lossy techniques in `allow`. A budget needs a whole pipeline.
+
+    `cache` is a step cache for the denoisers, planned for within the budget: the name of a strategy ("first-block"),
+    with its fields as text ("first-block,threshold=0.1"), as a mapping or as a StepCache. All but "text-kv" change
+    the pictures.
 
     To train within a budget, or to guide by gradients, say so in the request: `{"backward": "parameters"}` leaves room
     for a backward pass of those parameters that require gradients after each denoiser call, `{"backward": "inputs"}`
@@ -113,7 +119,7 @@ def fit(
             device_map, max_memory, allow, list(find_components(pipe)), lambda device: bytes_on(device, pipe)
         )
         return _fit_within(pipe, plan_target, request_to_plan(request, example), example, count_activations)
-    limits = limits_for(budget, ram, allow, level, plan)
+    limits = limits_for(budget, ram, allow, level, plan, cache)
     if limits is not None:
         refuse_beside_ranks(parallel, limits)
     if device is None and plan is None and (limits is None or limits.budget is None or not limits.budget.devices):

@@ -24,18 +24,20 @@ from tightfit.measure.meta_copy import fingerprint, meta_copy, without_hooks
 from tightfit.measure.modules import COMPILED, compiled_around, find_components, inspect_pipeline
 from tightfit.plan.default_rates import ANY_CARD
 from tightfit.progress import ProgressTracker
-from tightfit.run.answer_cache import Missing, footprint_question, keep_footprint, lookup
+from tightfit.run.answer_cache import Missing, footprint_question, keep_footprint, lookup, marked
 from tightfit.run.argument_values import Given
 from tightfit.run.collecting_rarely import collecting_rarely
 from tightfit.run.differentiated_calls import with_gradients
 from tightfit.run.models import DTYPES, resolve_model
 from tightfit.run.rank_footprints import measure_rank
 from tightfit.run.simulate import Inputs as CallInputs
-from tightfit.run.simulate import SimulationRun, unlimited_card
+from tightfit.run.simulate import SimulationRun
 from tightfit.run.strip_profiles import AutoencoderStripProfiles
+from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.run.variants import VariantSimulator, measure_variants
 from tightfit.schema.footprint import OPTIONAL_PARTS, STRIP_LIMITS, Footprint
 from tightfit.schema.request import Request
+from tightfit.schema.step_cache import StepCache
 from tightfit.simulator.operations import NAME
 
 __all__ = ["Measurer", "measure_footprint"]
@@ -99,9 +101,9 @@ class Measurer:
 
     def __init__(
         self, subject: Any, dtype: str | None = None, *, expandable: bool = True,
-        parallel: ContextParallel | None = None,
+        parallel: ContextParallel | None = None, cache: StepCache | None = None,
     ) -> None:  # fmt: skip
-        """`expandable`: whether the allocators that plans are made for have expandable segments.
+        """`expandable`: whether the allocators that plans are made for have expandable segments. `cache`: of denoisers.
 
         `parallel`: the ranks that share the pipeline's rows; what this rank does is measured. None: there are none.
         """
@@ -111,6 +113,7 @@ class Measurer:
         self._dtype, self._expandable = _checked(dtype), expandable
         if not named:
             self._mark += _note_compiled(subject, self._model)
+        self._mark, self._cache = marked(self._mark, cache), cache
         self._alone, self._parallel = self._mark, parallel
         if parallel is not None and self._mark:
             self._mark += f" {parallel.mark}"
@@ -131,7 +134,7 @@ class Measurer:
         """
         return _kept(
             self._mark, request, call, self._model, self._dtype, expandable=self._expandable, missing=missing,
-            parallel=self._parallel,
+            parallel=self._parallel, cache=self._cache,
         )  # fmt: skip
 
     def question(self, request: Request) -> dict[str, Any] | None:
@@ -163,6 +166,7 @@ def _kept(
     expandable: bool = True,
     missing: Missing | None = None,
     parallel: ContextParallel | None = None,
+    cache: StepCache | None = None,
 ) -> Footprint:
     """Return the footprint, from the cache if the model has a `mark` and `inputs` are not extra arguments.
 
@@ -176,7 +180,7 @@ def _kept(
         if parallel is not None:
             return measure_rank(_untouched(model), request, inputs, dtype, parallel, missing, expandable=expandable)
         try:
-            return _measure_call(model, request, inputs, dtype, expandable, missing)
+            return _measure_call(model, request, inputs, dtype, expandable, missing, cache=cache)
         except Exception:  # a network that needs tensor values: its logged parts are called instead
             if not isinstance(inputs, CallLog):
                 raise
@@ -221,16 +225,18 @@ def _measure_call(
     expandable: bool,
     missing: Missing,
     unable: Collection[tuple[str, str]] = (),
+    cache: StepCache | None = None,
 ) -> Footprint:
     precision, work = getattr(torch, dtype) if dtype else None, ProgressTracker(PLAYING)
     with unlimited_card(ANY_CARD) as card:
         simulation = SimulationRun(
-            _untouched(model), card, {"level": 0}, request, precision, unable, keeps_gradients=False
+            _untouched(model), card, {"level": 0}, request, precision, unable, keeps_gradients=False, cache=cache
         )
         profiler, simulator = CallProfiler(card, expandable=expandable), VariantSimulator(simulation, unable)
         with ExitStack() as undo:
             strip_profiles = AutoencoderStripProfiles(simulation.components, undo, expandable=expandable)
             profiler.follow(simulation.components, undo, simulation.differentiated)
+            simulation.tell_of_caches(profiler)
             simulator.replay.listen(profiler)
             work.did(BUILDING)
             simulation.run(inputs)
@@ -240,6 +246,7 @@ def _measure_call(
         expected: set[str] = set()
         footprint = made.model_copy(
             update={"request": simulation.request, "phases": phases, "not_measured": OPTIONAL_PARTS}
+            | ({"caches": simulation.caches} if cache else {})
         )
         while wanted := missing(footprint):
             work.expect(sum(SIZES[part] for part in wanted if part not in expected))

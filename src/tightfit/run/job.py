@@ -30,7 +30,8 @@ from tightfit.run.models import DTYPES, find_model, model_title, stored_dtype
 from tightfit.run.plan_options import Limits, demo_request
 from tightfit.run.prompt import Prompt
 from tightfit.run.run_target import RunOptions, RunTarget
-from tightfit.run.simulate import SimulationRun, unlimited_card
+from tightfit.run.simulate import SimulationRun
+from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.request import Request
 
 __all__ = ["Job", "export_model"]

@@ -28,6 +28,7 @@ from tightfit.run.rank_replanning import RankReplanner
 from tightfit.run.replanning import Replanner
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
+from tightfit.schema.step_cache import StepCache
 
 __all__ = ["Loaded", "load", "load_made", "load_on_rank"]
 
@@ -50,6 +51,7 @@ def load(
     device: str | torch.device | Device | None = None,
     ram: str | int | None = None,
     allow: Sequence[str] = (),
+    cache: StepCache | Mapping[str, Any] | str | None = None,
     device_map: DeviceMapLike = None,
     max_memory: MaxMemory = None,
     dtype: str | None = None,
@@ -58,7 +60,7 @@ def load(
 ) -> Loaded:
     """Load `model`, a diffusers folder, a hub id, or the folder of one diffusers network, to run under a plan.
 
-    Give at most one of `budget` (with `ram` and `allow`, see `fit`), `level`, `plan`, and `device_map` with
+    Give at most one of `budget` (with `ram`, `allow` and `cache`, see `fit`), `level`, `plan`, and `device_map` with
     `max_memory` (see `fit`); with none of them, the plan is for the free memory, as in `fit`. A budget's plan is made
     from the folder's configurations before anything is loaded: for `request`, for an `example` call, or else for the
     pipeline's defaults. A call with another request is planned for as in `fit`, without reading weights that are left
@@ -80,7 +82,7 @@ def load(
         path, folder = _find(model)
         plan_target: PlanTarget | None = target_of_map(device_map, max_memory, allow, _network_names(folder))
     else:
-        limits = limits_for(budget, ram, allow, level, plan)
+        limits = limits_for(budget, ram, allow, level, plan, cache)
         plan_target = plan_target_of(limits, device) if limits is not None else None
         path, folder = _find(model)
     choices, target = ({}, plan_target.devices[0]) if plan_target is not None else choices_of(level, plan, device)
@@ -91,6 +93,7 @@ def load(
         if folder is None:
             raise PlanError(f"a budget is for a whole pipeline: give the network in {path} a level or a plan")
         if parallel is not None:
+            refuse_beside_ranks(parallel, plan_target.limits)
             asked = request_to_plan(request, example)
             return load_on_rank(
                 folder, dtype, plan_target, asked, parallel, example=example, count_activations=count_activations

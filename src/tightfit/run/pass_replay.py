@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from tightfit.apply.activations.caches.component_cache import ComponentCache
 from tightfit.measure.module_equivalence import call_signature
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.results import Moment
@@ -54,11 +55,16 @@ class PassReplayer:
         *,
         streams: bool = False,
         call: Callable[..., Any] | None = None,
+        cache: ComponentCache | None = None,
     ) -> None:
-        """`call` is what runs instead of `part.forward`."""
+        """`call` is what runs instead of `part.forward`; `cache` is the step cache of `part`.
+
+        What streams and has a step cache runs every time: what is loaded depends on the calls before.
+        """
         self._forward: Callable[..., Any] = call or part.forward
         functools.update_wrapper(self, part.forward)  # pipelines inspect its signature
         self._recorder, self._card = recorder, card
+        self._cache, self._always_runs = cache, cache is not None and streams
         self._watched = (3, 4) if streams else (2,)
         self.forget()
 
@@ -78,7 +84,10 @@ class PassReplayer:
         self._known: dict[Any, list[_RecordedPass]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key, watched = call_signature(args, kwargs), self._watched
+        if self._always_runs:
+            return self._forward(*args, **kwargs)
+        kind = self._cache.kind_of_next(args, kwargs) if self._cache is not None else None
+        key, watched = (call_signature(args, kwargs), kind), self._watched
         self._passes[key] += 1
         number = self._passes[key]
         if number in watched:
@@ -87,6 +96,8 @@ class PassReplayer:
             return output
         if number < watched[0]:
             return self._forward(*args, **kwargs)
+        if self._cache is not None:
+            self._cache.repeated(args, kwargs)
         return _repeat(self._known[key][(number - watched[0]) % len(watched)], self._recorder, self._card)
 
 

@@ -13,6 +13,7 @@ from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import Plan, check_techniques
 from tightfit.schema.request import Request
+from tightfit.schema.step_cache import StepCache
 
 __all__ = [
     "CHART_EXAMPLES",
@@ -66,19 +67,34 @@ class Limits(NamedTuple):
     allow: tuple[str, ...] = ()  # lossy techniques, used only if nothing else fits
     host: str | None = None  # of several devices, the one that runs denoisers; None: the best
     device_map: DeviceMap | None = None  # what a user fixed; None: nothing
+    cache: StepCache | None = None  # of denoisers; None: they keep nothing from step to step
 
 
 def limits_for(
-    budget: BudgetLike, ram: str | int | None, allow: Sequence[str], level: int | None, plan: object
-) -> Limits | None:
+    budget: BudgetLike, ram: str | int | None, allow: Sequence[str], level: int | None, plan: object,
+    cache: StepCache | Mapping[str, Any] | str | None = None,
+) -> Limits | None:  # fmt: skip
     """Return the limits of `fit` and `load`; None if a `level` or a `plan` is given. PlanError for both."""
     if level is None and plan is None:
-        return Limits(_budget(budget, ram), check_techniques(allow))
+        return _limits(_budget(budget, ram), allow, cache)
     if budget is not None:
         raise PlanError(f"give at most one of budget={budget}, level={level} and plan={type(plan).__name__}")
     if ram is not None or allow:
         raise PlanError(f"ram={ram} and allow={tuple(allow)} go with a budget: a level or a plan says all by itself")
+    if cache is not None:
+        raise PlanError(f"cache={cache} goes with a budget: elsewhere the plan's components.NAME.cache says it")
     return None
+
+
+def _limits(budget: Budget | None, allow: Sequence[str], cache: StepCache | Mapping[str, Any] | str | None) -> Limits:
+    if "step-cache" in allow and cache is None:
+        raise PlanError(
+            "allow=step-cache: the planner does not choose one by itself, as none was calibrated: "
+            "name one, e.g. cache=first-block"
+        )
+    if cache is not None and budget is not None and budget.devices:
+        raise PlanError(f"cache={cache} is for one device, not for a budget of {len(budget.devices)}")
+    return Limits(budget, check_techniques(allow), cache=None if cache is None else StepCache.of(cache))
 
 
 def request_to_plan(request: Request | Mapping[str, Any] | None, example: Mapping[str, Any] | None) -> Request | None:
@@ -109,16 +125,22 @@ def _named_sizes(text: str) -> Budget | Mapping[str, str] | str:
     return sizes
 
 
-def limits_of(budget: str | None, ram: str | None, allow: list[str], choices: Mapping[str, Any]) -> Limits | None:
-    """Return the limits of --budget, --ram and --allow; None without any. PlanError if `choices` are given too."""
+def limits_of(
+    budget: str | None, ram: str | None, allow: list[str], choices: Mapping[str, Any], cache: str | None = None
+) -> Limits | None:
+    """Return the limits of --budget, --ram, --allow and --cache; None without any. PlanError for `choices` beside."""
     if budget is None and ram is None:
         if allow and choices:
             raise PlanError(f"--allow {allow[0]} goes with a budget: elsewhere --set components.NAME.storage says it")
-        return Limits(None, check_techniques(allow)) if allow else None
+        if cache and choices:
+            raise PlanError(
+                f"--cache {cache} goes with a budget: elsewhere --set components.NAME.cache.strategy=… does"
+            )
+        return _limits(None, allow, cache) if allow or cache else None
     if choices:
         said = ", ".join(choices)
         raise PlanError(f"--budget makes the plan: leave out what else decides about it ({said}), or leave it out")
-    return Limits(_budget(None if budget is None else _named_sizes(budget), ram), check_techniques(allow))
+    return _limits(_budget(None if budget is None else _named_sizes(budget), ram), allow, cache)
 
 
 def call_request(choices: dict[str, Any], negative: str | None = None, **fields: Any) -> Request:

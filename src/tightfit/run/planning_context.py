@@ -220,7 +220,7 @@ def plan_within(
         call_request = request_of_example(object.__new__(kind), example)
         given = Given(example, plan_target.devices[0].torch_device)
     try:
-        measurer = Measurer(path, dtype, expandable=plan_target.expandable)
+        measurer = Measurer(path, dtype, expandable=plan_target.expandable, cache=plan_target.limits.cache)
         with showing("planning", {}):
             planning_inputs = measured(
                 measurer, call_request, given, plan_target.limits, lambda: machine_now(*plan_target.devices)

@@ -11,7 +11,7 @@ from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import BudgetTooSmall, InputError, PlanError, unknown_name
 from tightfit.plan.default_rates import computer_with
 from tightfit.plan.options import SearchCaches
-from tightfit.run.answer_cache import cached, footprint_question, lookup, recalled_footprint
+from tightfit.run.answer_cache import cached, footprint_question, lookup, marked, recalled_footprint
 from tightfit.run.count import KNOWN_NOTE, counted, needs_store_rates
 from tightfit.run.models import resolve_model, stored_dtype
 from tightfit.run.plan_options import Limits, demo_request
@@ -20,6 +20,7 @@ from tightfit.schema.machine import Accelerator, Budget, Machine
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction
+from tightfit.schema.step_cache import StepCache
 from tightfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def _planned(
     from tightfit.run.calibration import CalibrationStore, PlanningInputs
 
     first, *others = accelerators
-    measurer = _measurer(which, first) if footprint is None or own is not None else None
+    measurer = _measurer(which, first, limits.cache) if footprint is None or own is not None else None
     question = measurer.question(request) if measurer and own is not None and not others else None
     calibration_store = CalibrationStore(question, first)
     machine = own if own is not None and first.is_cpu else computer_with(*accelerators)
@@ -210,7 +211,7 @@ def _kept_footprint(
             limits
         )
 
-    question = footprint_question(mark, request, dtype, expandable=expandable)
+    question = footprint_question(marked(mark, limits.cache), request, dtype, expandable=expandable)
     return recalled_footprint(question, missing if len(accelerators) == 1 else None) if mark else None
 
 
@@ -220,12 +221,13 @@ def _dtype(which: str | ModelFolder, accelerator: Accelerator) -> str | None:
     return "float32" if accelerator.is_cpu else default
 
 
-def _measurer(which: str | ModelFolder, accelerator: Accelerator) -> Measurer:
+def _measurer(which: str | ModelFolder, accelerator: Accelerator, cache: StepCache | None = None) -> Measurer:
     """A Measurer with the dtype of `tightfit run` on `accelerator`."""
     from tightfit.run.footprints import Measurer
 
     subject = which if isinstance(which, str) else which.path
-    return Measurer(subject, _dtype(which, accelerator), expandable=accelerator.expandable_refused is None)
+    expandable = accelerator.expandable_refused is None
+    return Measurer(subject, _dtype(which, accelerator), expandable=expandable, cache=cache)
 
 
 def _own_machine(say: Say) -> Machine:

@@ -65,6 +65,8 @@ def forecast_ranks(
         )
     if simulated:
         raise PlanError(f"{layout.ranks} ranks are computed, not simulated: leave out --timeline")
+    if limits is not None and limits.cache is not None:
+        raise PlanError(f"networks of ranks take no step cache: leave out --cache {limits.cache.strategy}")
     if request.backward is not None:
         raise PlanError(f"ranks run calls with gradients whole: leave out --backward {request.backward}")
     if (planned := choices.get("context", layout.ranks)) != layout.ranks:

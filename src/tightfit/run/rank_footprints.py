@@ -15,8 +15,9 @@ from tightfit.measure.modules import inspect_pipeline
 from tightfit.plan.default_rates import ANY_CARD
 from tightfit.run.answer_cache import Missing
 from tightfit.run.collecting_rarely import collecting_rarely
-from tightfit.run.simulate import Inputs, SimulationRun, unlimited_card
+from tightfit.run.simulate import Inputs, SimulationRun
 from tightfit.run.strip_profiles import AutoencoderStripProfiles
+from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.footprint import STRIP_LIMITS, Footprint
 from tightfit.schema.request import Request
 

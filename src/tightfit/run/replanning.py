@@ -81,7 +81,7 @@ class Replanner:
     def _measurer_of(self, pipe: Any, plan_target: PlanTarget) -> Measurer | Exception:
         """Return a Measurer of `pipe`, or the exception that prevents it, e.g. for weights in a custom format."""
         try:
-            return Measurer(pipe, expandable=plan_target.expandable)
+            return Measurer(pipe, expandable=plan_target.expandable, cache=plan_target.limits.cache)
         except Exception as error:  # raised by third-party code, which copying modules runs
             return error
 

@@ -21,6 +21,7 @@ from tightfit.checkpoint.loading import quietly
 from tightfit.errors import PlanError, unknown_name
 from tightfit.measure.build_models import build_known
 from tightfit.measure.call_log import CallLog
+from tightfit.measure.call_profiler import CallProfiler
 from tightfit.measure.meta_copy import PROMPT
 from tightfit.measure.modules import find_components, find_role, inspect_pipeline
 from tightfit.measure.repeated import Repeater
@@ -31,46 +32,24 @@ from tightfit.run.differentiated_calls import DifferentiatedCalls, require_gradi
 from tightfit.run.models import stored_dtype
 from tightfit.run.pass_replay import PassReplayer
 from tightfit.run.prompt import Prompt
+from tightfit.run.unlimited_cards import unlimited_cards
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction, Trace
+from tightfit.schema.step_cache import StepCache
 from tightfit.simulator.allocator import CardFull
 from tightfit.simulator.allocator_replay import replay
-from tightfit.simulator.backend import SIMULATOR_LOCK, cards_in_use, use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.operations import NAME
 
-__all__ = ["Inputs", "SimulationRun", "pipeline_for", "simulate_call", "unlimited_card", "unlimited_cards"]
+__all__ = ["Inputs", "SimulationRun", "pipeline_for", "simulate_call"]
 
 
 Inputs = Mapping[str, Any] | Given | CallLog | None  # of a call: extra arguments, all arguments, or its log
 
 # in messages about the dummy prompt, and about what the pipeline does itself (SDXL upcasts its autoencoder)
 _EXPECTED = ("deprecated", "truncated", "should be kept in float32")
-ROOM = 2**60  # bytes of a simulated card, which never runs out of memory
-
-
-@contextlib.contextmanager
-def unlimited_card(like: Accelerator) -> Iterator[SimulatedCard]:
-    """Yield a simulated card like `like` with unlimited memory, in use as "simulated:0" inside the block."""
-    with unlimited_cards([like]) as (card,):
-        yield card
-
-
-@contextlib.contextmanager
-def unlimited_cards(likes: Sequence[Accelerator]) -> Iterator[list[SimulatedCard]]:
-    """The same for several cards of one computer, numbered from "simulated:0" on; other threads wait meanwhile."""
-    with SIMULATOR_LOCK:
-        before, host = cards_in_use(), Host()
-        models = [like.model_copy(update={"bytes": ROOM}) for like in likes]
-        use_cards(cards := [SimulatedCard(index, model, host) for index, model in enumerate(models)])
-        try:
-            yield cards
-        finally:
-            use_cards(before)
-            for card in cards:  # else tensors, which know their card, would keep each other alive through its callbacks
-                card.forget_callbacks()
 
 
 class SimulationRun:
@@ -92,8 +71,9 @@ class SimulationRun:
         *,
         keeps_gradients: bool = True,
         parallel: ContextParallel | None = None,
+        cache: StepCache | None = None,
     ) -> None:
-        """`unable`: components and methods that cannot run on shapes, see `Repeater`.
+        """`unable`: components and methods that cannot run on shapes, see `Repeater`; `cache`: that of denoisers.
 
         `keeps_gradients`: those of parameters stay until the end of their backward pass, on the parameters' device.
         `parallel`: the ranks of which `card` is one.
@@ -108,13 +88,17 @@ class SimulationRun:
         if self.request.backward is not None:
             require_gradients(denoisers, self.request)
         ranks = parallel and parallel.simulated(card)
+        self.caches = {} if cache is None else dict.fromkeys(filter(_takes_steps, denoisers), cache)
+        if self.caches:
+            choices = {"components": {name: {"cache": cache} for name in self.caches}} | dict(choices)
         device = f"simulated:{card.index}"
         self.fitted = fit(self.pipe, plan=choices, request=self.request, device=device, parallel=ranks)
         self._repeater = Repeater(self.components, self._device, unable)  # before others replace methods
         self.denoisers: dict[str, PassReplayer] = {}
         self.differentiated: dict[str, DifferentiatedCalls] = {}
         for name, part in denoisers.items():
-            replayer = partial(PassReplayer, part, self.fitted.recorder, card)
+            kept = self.fitted.session.caches.get(name)
+            replayer = partial(PassReplayer, part, self.fitted.recorder, card, cache=kept)
             streams = self.fitted.plan.components[name].placement == "stream"
             if self.request.backward is None:
                 part.forward = self.denoisers[name] = replayer(streams=streams)
@@ -124,6 +108,14 @@ class SimulationRun:
                 )
                 calls.replayer = self.denoisers[name] = replayer(streams=streams, call=calls.differentiated)
                 self.differentiated[name] = calls
+
+    def tell_of_caches(self, profiler: CallProfiler) -> None:
+        """Let `profiler` tell calls apart in which step caches leave out work, and when that is decided."""
+        caches = self.fitted.session.caches
+        if caches:
+            profiler.kind_of = lambda name, *given: caches[name].kind_of_next(*given) if name in caches else None
+        for cache in caches.values():
+            cache.on_leave_out = profiler.left_out
 
     def run(self, inputs: Inputs = None) -> tuple[str, ...]:
         """Simulate one call and return diffusers' messages (e.g. on a number that it rounds).
@@ -155,6 +147,11 @@ class SimulationRun:
     @property
     def _device(self) -> torch.device:
         return torch.device(NAME, self.card.index)
+
+
+def _takes_steps(name: str) -> bool:
+    """Whether a denoiser of that name predicts the steps itself, rather than helping one that does."""
+    return not name.startswith(("controlnet", "adapter"))
 
 
 def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Request]:

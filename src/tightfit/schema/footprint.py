@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from tightfit.schema.base import Count, Positive, Rate, Record
 from tightfit.schema.machine import KernelGroup, LayerWork
 from tightfit.schema.request import Request
+from tightfit.schema.step_cache import StepCache
 
 __all__ = [
     "OPTIONAL_PARTS",
@@ -104,6 +105,7 @@ class ComponentCall(Record):
     peak: Count  # bytes of activations
     block_uses: tuple[BlockUse, ...]  # in execution order
     backward_from: Count | None = None  # index of the block use with which its backward pass begins; None: it has none
+    left_out_from: Count | None = None  # block uses after which a step cache leaves out what is not here; None: nothing
     time_scale: Rate = 1.0  # factor on the time that a machine's rates give for its work, from earlier calls
     is_part: bool = False  # only the blocks of one part of the component, which is split over devices, …
     crossing_bytes: Count = 0  # … with so many bytes of inputs and outputs copied between devices
@@ -223,6 +225,7 @@ class Footprint(Record):
     phases: tuple[Phase, ...] = ()
     variants: tuple[Variant, ...] = ()  # other ways to run denoisers than in `phases`
     not_measured: tuple[str, ...] = ()  # members of OPTIONAL_PARTS that were not measured, because no plan needed them
+    caches: dict[str, StepCache] = Field(default_factory=dict)  # step caches by component, with which it was measured
     from_call_log: bool = False  # made from the log of a finished call, so that its least budget is uncertain
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from tightfit.schema.footprint import FeatureMaps
 from tightfit.schema.machine import Budget
 from tightfit.schema.network_part import Granularity, NetworkPart, OffloadTarget, Placement
 from tightfit.schema.request import Request
+from tightfit.schema.step_cache import StepCache
 from tightfit.schema.stores import STORES, StoreKind
 from tightfit.schema.vae_plan import VaePlan
 from tightfit.units import format_bytes
@@ -54,6 +55,7 @@ TECHNIQUES: Mapping[str, str] = {
     "int8": "matrices of linear layers stored as eight-bit integers, by torchao",
     "sage-attention": "attention with queries and keys rounded to eight bits, by SageAttention",
     "blended-tiling": "autoencoder tiles decoded on their own and blended where they overlap",
+    "step-cache": "denoisers reuse in some steps what they computed in earlier ones",
 }
 
 
@@ -112,6 +114,7 @@ class ComponentPlan(Record):
     compiled: bool = False  # run that network compiled by AOTInductor
     gradient_checkpointing: Auto = None  # run blocks again in a backward pass; None, or "auto": unless resident
     attention: Attention = "auto"  # backend; "auto": torch's choice, or chunked where that would keep all scores
+    cache: StepCache | None = None  # denoisers: what is kept from step to step, to leave out work
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -125,6 +128,9 @@ class ComponentPlan(Record):
             raise PlanError(f"the layers of exported={self.exported} are fixed: leave ffn_chunk and attention out")
         if self.split and self.exported is not None:
             raise PlanError(f"the blocks of exported={self.exported} are one graph: leave split out", field="split")
+        if self.cache is not None and (self.exported is not None or self.split):
+            other = f"exported={self.exported}" if self.exported is not None else f"split over {', '.join(self.split)}"
+            raise PlanError(f"cache={self.cache.strategy} needs the network's own blocks on one device, not {other}")
         if self.device in self.split:
             raise PlanError(f"split: {self.device} is where the first part is already", device=self.device)
         if self.compiled and (self.exported is None or self.storage != "as-loaded" or self.placement == "stream"):
@@ -175,6 +181,8 @@ class ComponentPlan(Record):
         """Return what may change the numbers of the component `name`, each named by its technique."""
         stored = [f"{self.technique}: {name} is stored in {self.storage}"] if self.technique else []
         backend = BACKENDS.get(self.attention)
+        if self.cache is not None and not self.cache.lossless:
+            stored.append(f"step-cache: {self.cache.strategy} in {name}")
         return stored + ([f"{backend.technique}: attention of {name}"] if backend and backend.technique else [])
 
     @property
@@ -195,6 +203,7 @@ class ComponentPlan(Record):
         checkpoints = self.gradient_checkpointing
         parts += [] if checkpoints is None else [f"gradient checkpointing {'on' if checkpoints else 'off'}"]
         parts += [f"{'compiled, ' * self.compiled}as exported in {self.exported}"] if self.exported else []
+        parts += [self.cache.described] if self.cache else []
         return ", ".join(parts if self.attention == "auto" else [*parts, f"attention by {self.attention}"])
 
 

@@ -10,7 +10,7 @@ from tightfit.schema.base import Count, Positive, Rate, Real, Record
 from tightfit.schema.plan import Plan, Storage
 from tightfit.units import format_bytes
 
-__all__ = ["CallMeasurement", "Moment", "PhaseMeasurement", "PhaseTrace", "Prediction", "Sample", "Trace"]
+__all__ = ["CacheTrace", "CallMeasurement", "Moment", "PhaseMeasurement", "PhaseTrace", "Prediction", "Sample", "Trace"]
 
 
 class Sample(Record):
@@ -50,6 +50,18 @@ class PhaseTrace(Record):
     seconds_waiting: Real = 0.0  # seconds that the host waited for weights
 
 
+class CacheTrace(Record):
+    """What a component's step cache kept in a call, and which steps it skipped."""
+
+    component: str
+    strategy: str
+    steps: Count  # number of denoising steps that it saw
+    skipped_steps: tuple[Count, ...] = ()  # in which it left something out, counted from 0
+    device_bytes: Count = 0  # most bytes that it kept on the device between steps
+    host_bytes: Count = 0  # most bytes that it kept in host memory
+    loaded_in_vain: Count = 0  # bytes of weights that were on their way when it was decided not to run their layers
+
+
 class Trace(Record):
     """Measurements of one pipeline call."""
 
@@ -60,6 +72,7 @@ class Trace(Record):
     samples: tuple[Sample, ...] = ()
     other_bytes: Count = 0  # bytes allocated on the device, other than this pipeline's weights, when the call began
     rss_peak_bytes: Count = 0  # peak bytes of RAM that the process held; pages of files do not count
+    caches: tuple[CacheTrace, ...] = ()  # of components with a step cache
     lossy: tuple[str, ...] = ()  # lossy techniques that were used in this call
     notes: tuple[str, ...] = ()  # unplanned events, as sentences
 

@@ -28,7 +28,7 @@ class BackwardPasses:
         device: Device,
         streamers: Mapping[str, DifferentiableStreamer],
         loaders: Mapping[str, TensorLoader],
-        evict: Callable[[str], None],
+        evict: Callable[[str], object],
     ) -> None:
         self._device, self._streamers, self._loaders, self._evict = device, streamers, loaders, evict
         self._tasks: set[int] = set()  # nested where a custom function calls backward() in its own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from torch import nn
@@ -49,6 +49,10 @@ class DeviceOffloaders:
     def by_part(self, name: str) -> list[WeightOffloader]:
         """Return the manager of each part of the component `name`: one, unless it is split."""
         return [self._all[device] for device in self._plan.parts_of(name)]
+
+    def leave_out(self, name: str, modules: Sequence[nn.Module]) -> int:
+        """Load nothing in `modules` for the rest of this call of `name`; return the bytes that were loaded in vain."""
+        return sum(each.leave_out(name, modules) for each in self.by_part(name))
 
     def devices_of(self, name: str) -> list[Device]:
         """Return the device of each part of the component `name`."""

@@ -40,8 +40,7 @@ class Streamer(PrefetchPolicy[WeightGroup]):
         self._pool = DeviceWeightPool(groups, resident, ring, device, recorder)
         super().__init__(PrefetchOrder(self._groups), self._pool.resident)
         self._device, self._recorder = device, recorder
-        self.on_device = False  # whether it may have memory on the device
-        self._complete = False  # whether all its memory is allocated
+        self.on_device = self._complete = False  # whether it may have memory on the device; whether it has all of it
         self._on_freed: Callable[[int], None] | None = None  # in the last call: called with the bytes given up so far
         self._stream = device.copy_stream()
         self._orders: dict[str, PrefetchOrder[WeightGroup]] = {}
@@ -108,6 +107,7 @@ class Streamer(PrefetchPolicy[WeightGroup]):
     def end(self) -> None:
         """End the call."""
         self._order.end()
+        self._whole_again()
         self._send_ahead()
         self._stream.mark()  # for a call on another stream
 
@@ -116,6 +116,12 @@ class Streamer(PrefetchPolicy[WeightGroup]):
         groups = [group for gate in gates for group in self._behind[gate]]
         if self._complete:
             self.expect_uses(groups)
+
+    def without(self, modules: Iterable[nn.Module]) -> int:
+        """Expect that nothing in `modules` runs any more in this call; return the bytes that were loaded in vain."""
+        inside = {part for module in modules for part in module.modules()} if self._complete else set()
+        left = {group for group in self._groups if inside.issuperset(group.gates)}
+        return sum(group.size for group in self.leave_out(left)) if inside else 0
 
     def enter(self, gate: nn.Module) -> None:
         """Begin a forward pass of `gate`: its groups are in use until `leave`, or none is if this raises."""
@@ -186,7 +192,7 @@ class Streamer(PrefetchPolicy[WeightGroup]):
             self._placeholders.keep(group)
             if group.store.writable:
                 group.show(self._placeholders[group], group.source_params)
-        self._loaded = {}
+        self._loaded, self._whole = {}, None
         forget_casts()
         self._entered.clear()
         self._fetcher.forget()
@@ -265,8 +271,7 @@ class Streamer(PrefetchPolicy[WeightGroup]):
 
     def evict_residents(self) -> int:
         """Evict some resident groups that are not in use, for good; return their bytes."""
-        left = self._pool.give_up(self._idle)
-        self._leave(left)
+        self._leave(left := self._pool.give_up(self._idle))
         if left:
             self._order.spoil()
         return sum(group.size for group in left)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -177,6 +177,10 @@ class WeightOffloader:
         self._call_order.expect(steps, passes)
         self._unused, self._early = unused, early
 
+    def leave_out(self, name: str, modules: Iterable[nn.Module]) -> int:
+        """Load nothing in `modules` for the rest of this call of `name`; return the bytes that were loaded in vain."""
+        return self._streamers[name].without(modules) if name in self._streamers else 0
+
     def begin(self, steps: int | None) -> None:
         """Begin a call with `steps` steps (None: the default number)."""
         if self._device.excess_bytes(self._recorder.highest_rss):
@@ -216,9 +220,7 @@ class WeightOffloader:
             return
         self._streamers[name].end()
         if self._next_call is not None:
-            device_bytes = self._streamers[name].device_bytes
-            self._evict(name)
-            self._let_come(device_bytes)
+            self._let_come(self._evict(name))
 
     def free_memory(self, name: str, where: str) -> bool:
         """Evict some weights after `name` ran out of memory, in the block `where`; return whether there were any."""
@@ -259,17 +261,16 @@ class WeightOffloader:
     def _send_back(self) -> int:
         """Evict the component that was prefetched; return the bytes freed."""
         early, self._next_call = self._next_call, None
-        if early is None:
-            return 0
-        device_bytes = self._streamers[early[0]].device_bytes
-        self._evict(early[0])
-        return device_bytes
+        return 0 if early is None else self._evict(early[0])
 
-    def _evict(self, name: str) -> None:
+    def _evict(self, name: str) -> int:
+        """Evict the component `name`; return the bytes freed."""
+        device_bytes = self._streamers[name].device_bytes
         if self._streamers[name].on_device:
             self._streamers[name].clear()
         if name in self._loaders and self._loaders[name].is_loaded:
             self._loaders[name].evict()
+        return device_bytes
 
     def dismiss(self, name: str) -> None:
         """Evict the weights of `name`, and all that other code put beside them: it is about to change them all."""

@@ -1,0 +1,109 @@
+"""What every kind of step cache does for one guidance prediction of one network."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from tightfit.apply.activations.caches.conditions import SkipCondition
+from tightfit.apply.activations.caches.kept_tensors import KeptTensors
+from tightfit.apply.activations.caches.step_counter import DenoiserCall
+from tightfit.devices.pinned_pool import ActivationHostPool
+from tightfit.schema.step_cache import StepCache
+
+__all__ = ["BranchCache", "LeaveOut", "Work"]
+
+Work = Callable[..., Any]  # a module's call, without the module
+LeaveOut = Callable[[Iterable[nn.Module]], None]  # is told which modules the call in progress will not run
+
+
+class BranchCache(ABC):
+    """Keeps what one branch computed, and leaves out modules of the network in skipped steps."""
+
+    def __init__(self, settings: StepCache, host_pool: ActivationHostPool | None, leave_out: LeaveOut) -> None:
+        self.settings, self._host_pool, self._leave_out = settings, host_pool, leave_out
+        self.condition = SkipCondition(settings)
+        self.skips: bool | None = None  # whether the call in progress skips; None: not decided yet
+        self.call: DenoiserCall | None = None  # the call in progress
+        self.failed: str | None = None  # why nothing can be skipped
+        self.skipped_last = False  # whether the last call skipped
+
+    @property
+    @abstractmethod
+    def kept(self) -> Iterator[KeptTensors]:
+        """All that is kept."""
+
+    @property
+    def able(self) -> bool:
+        """Whether all that a skipped step needs is kept."""
+        kept = list(self.kept)
+        return self.failed is None and bool(kept) and all(each.known for each in kept)
+
+    def foreseen(self, call: DenoiserCall) -> bool | None:
+        """Whether `call`, the next one, skips; None if it depends on its tensors."""
+        return self.condition.foreseen(call) if self.able else False
+
+    def begin(self, call: DenoiserCall, skips: bool | None) -> None:
+        """Begin a call, of which `foreseen` has said whether it `skips`."""
+        self.call, self.skips = call, skips
+        if skips is not False or self.settings.value("order"):
+            for kept in self.kept:
+                kept.fetch()
+        if skips is not None:
+            self._decided()
+
+    def decide(self, seen: Any) -> None:
+        """Decide whether the call in progress skips, if it is not decided yet, by the tensor `seen`."""
+        assert self.call is not None
+        if self.skips is None:
+            self.skips = self.condition.decide(self.call, seen)
+            self._decided()
+        self.condition.note(self.call, seen, skipped=self.skips)
+
+    def _decided(self) -> None:
+        """Do what can be done as soon as it is known whether the call skips."""
+        if not self.skips:
+            for kept in self.kept:
+                kept.drop()
+
+    @abstractmethod
+    def module(self, module: nn.Module, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what `module`, one of those that may be left out or decide, returns in the call in progress."""
+
+    def end(self) -> None:
+        """End the call in progress."""
+        assert self.call is not None
+        if not self._compares:
+            self.condition.note(self.call, None, skipped=bool(self.skips))
+        for kept in self.kept:
+            kept.settle()
+        self.skipped_last, self.call = bool(self.skips), None
+
+    def outlook(self, call: DenoiserCall) -> str:
+        """Return the kind of `call`, the next one, on a simulated card, where thresholds decide nothing."""
+        foreseen = self.foreseen(call)
+        skips = self.condition.alternates(call) if foreseen is None else foreseen
+        return ("skips" if skips else "runs") if self.able else "first"
+
+    def repeat(self, call: DenoiserCall) -> None:
+        """Note that `call` repeats one of the same kind, with the same effect on what is kept."""
+        skips = self.outlook(call) == "skips"
+        self.condition.note(call, None, skipped=skips)
+        self.skipped_last = skips
+
+    @property
+    def _compares(self) -> bool:
+        return self.settings.kind.decides in ("first blocks", "modulated input", "output rate")
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that are kept on the device between calls."""
+        return self.condition.device_bytes + sum(kept.device_bytes for kept in self.kept)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that are kept in host memory."""
+        return sum(kept.host_bytes for kept in self.kept)

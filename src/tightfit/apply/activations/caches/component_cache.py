@@ -1,0 +1,282 @@
+"""The step cache of one component: what is kept for each of its guidance predictions, and which call skips."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from tightfit.apply.activations.caches.attention_cache import AttentionCache
+from tightfit.apply.activations.caches.block_cache import BlockCache, SkippableBlocks
+from tightfit.apply.activations.caches.branch_cache import BranchCache
+from tightfit.apply.activations.caches.network_cache import NetworkCache
+from tightfit.apply.activations.caches.prompt_cache import PromptCache, prompt_modules
+from tightfit.apply.activations.caches.step_counter import DenoiserCall, StepCounter
+from tightfit.apply.activations.caches.unet_cache import UnetCache, deep_blocks
+from tightfit.apply.activations.gradient_checkpointing import attention_layers
+from tightfit.apply.method_overrides import override_class_members
+from tightfit.apply.module_hooks import wrap
+from tightfit.devices.device import Device
+from tightfit.devices.pinned_pool import ActivationHostPool
+from tightfit.errors import PlanError
+from tightfit.measure.modules import compiled_around, has_skips
+from tightfit.schema.results import CacheTrace
+from tightfit.schema.step_cache import StepCache
+
+__all__ = ["ComponentCache"]
+
+
+class ComponentCache:
+    """Keeps what `network`, the component `name`, computes from step to step, as `settings` say.
+
+    Everything is forgotten at the beginning and at the end of each call of the pipeline (`clear`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        network: nn.Module,
+        settings: StepCache,
+        device: Device,
+        steps: Callable[[], int | None],
+        leave_out: Callable[[Iterable[nn.Module]], int],
+        note: Callable[[str], object],
+    ) -> None:
+        """`steps` returns how many steps a call takes, None if unknown; `leave_out` is called with the modules that
+        the call in progress will not run, and returns the bytes that were loaded for them; `note` is called with
+        sentences for the report. Raises PlanError.
+        """
+        if network._compiled_call_impl is not None:
+            raise PlanError(f"cache={settings.strategy}: {name} is compiled as a whole, and has no blocks to leave out")
+        self._name, self._settings, self._note = name, settings, note
+        pool = ActivationHostPool(device) if settings.keep_on == "host" and device.separate else None
+        self._pool, self._leaves_out = pool, leave_out
+        self.modules, self._make = self._parts(network)
+        self._counter = StepCounter(steps)
+        self._place: DenoiserCall | None = None  # of the network's call in progress
+        self._forwards = 0  # forward passes in it
+        self._branches: dict[Hashable, BranchCache] = {}
+        self._now: BranchCache | None = None
+        self._foreseen: tuple[Hashable, bool | None] | None = None  # of the forward pass that is about to begin
+        self._skipped: set[int] = set()
+        self.on_leave_out: Callable[[], object] = lambda: None  # is called when modules are left out
+        self._in_vain = 0  # bytes of weights that were on the device, or on their way, when they were left out
+        self._peaks = [0, 0]  # bytes that were kept on the device and in host memory
+
+    def _leave_out(self, modules: Iterable[nn.Module]) -> None:
+        self._in_vain += self._leaves_out(modules)
+        self.on_leave_out()
+
+    def _parts(self, network: nn.Module) -> tuple[tuple[nn.Module, ...], Callable[[], BranchCache]]:
+        """Return the modules around whose calls it does something, and how to make a branch's cache."""
+        settings, pool, leave = self._settings, self._pool, self._leave_out
+        if settings.kind.reuses == "network":
+            return (), lambda: NetworkCache(network, settings, pool, leave)
+        if settings.kind.reuses == "prompt":
+            return prompt_modules(network), lambda: PromptCache(network, settings, leave)
+        if settings.kind.reuses == "attention":
+            layers = tuple(attention_layers(network))
+            if not layers:
+                raise PlanError(f"cache={settings.strategy}: {self._name} has no attention layers that diffusers knows")
+            return layers, lambda: AttentionCache(layers, settings, pool, leave)
+        if has_skips(network):
+            if settings.kind.decides == "modulated input" or settings.strategy == "blockdance":
+                raise PlanError(
+                    f"cache={settings.strategy} is for transformers: {self._name} is a U-Net. "
+                    "static, first-block, taylorseer, pab, easycache, meancache and text-kv take U-Nets"
+                )
+            blocks = deep_blocks(self._name, network, settings)
+            return (*blocks.first, *blocks.middle), lambda: UnetCache(blocks, settings, pool, leave)
+        blocks = SkippableBlocks.of(self._name, network, settings)
+        return (*blocks.first, *blocks.middle), lambda: BlockCache(blocks, settings, pool, leave)
+
+    def attach(self, network: nn.Module, undo: Callable[..., object]) -> None:
+        """Take part in the calls of `network` and of its modules; `undo` receives how to stop that."""
+
+        def around(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(call)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if (now := self._now) is None or torch.is_grad_enabled():
+                    return call(*args, **kwargs)
+                if args and args[0] is module:  # called as a method of its class
+                    return now.module(module, functools.partial(call, module), args[1:], kwargs)
+                return now.module(module, call, args, kwargs)
+
+            return run
+
+        compiled = compiled_around(network)
+        for module in self.modules:
+            if module._compiled_call_impl is not None:
+                wrap(module, functools.partial(around, module), undo)
+            elif id(module) in compiled:
+                raise PlanError(f"cache={self._settings.strategy}: parts of {self._name} inside a compiled module")
+            else:
+                undo(override_class_members(module, __call__=around(module, type(module).__call__)))
+        for module, watch in self._watched(network):
+            undo(module.register_forward_pre_hook(watch, with_kwargs=True).remove)
+        members: dict[str, Any] = {"forward": self._forward(type(network).forward)}
+        if (context := getattr(type(network), "cache_context", None)) is not None:
+            members["cache_context"] = self._context(context)
+        undo(override_class_members(network, **members))
+        undo(self.clear)
+
+    def _watched(self, network: nn.Module) -> list[tuple[nn.Module, Callable[..., None]]]:
+        """Modules whose inputs decide: the first attention of the first block, for "modulated input"."""
+        if self._settings.kind.decides != "modulated input":
+            return []
+        first = self.modules[0]
+        attention = next(iter(attention_layers(first)), None)
+        if attention is None:
+            raise PlanError(f"cache={self._settings.strategy}: the first block of {self._name} has no attention layer")
+
+        def watch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen = next(
+                (leaf for leaf in tree_leaves((kwargs.get("hidden_states"), args)) if isinstance(leaf, torch.Tensor)),
+                None,
+            )
+            if self._now is not None and seen is not None:
+                self._now.decide(seen)
+
+        return [(attention, watch)]
+
+    # calls
+
+    def clear(self) -> None:
+        """Forget everything: a call of the pipeline begins or ends."""
+        self._branches.clear()
+        self._counter.clear()
+        self._counter.context = None
+        self._now = self._place = self._foreseen = None
+
+    def begin_call(self) -> None:
+        """Begin a call of the pipeline."""
+        self.clear()
+        self._skipped.clear()
+        self._in_vain = 0
+        self._peaks = [0, 0]
+
+    def trace(self) -> CacheTrace | None:
+        """Return what the pipeline's call that has just ended left out; None if the component did not run."""
+        if self._counter.steps_counted == 0:
+            return None
+        return CacheTrace(
+            component=self._name,
+            strategy=self._settings.strategy,
+            steps=self._counter.steps_counted,
+            skipped_steps=tuple(sorted(self._skipped)),
+            device_bytes=self._peaks[0],
+            host_bytes=self._peaks[1],
+            loaded_in_vain=self._in_vain,
+        )
+
+    def calling(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `work`, the network's call with the network first: which step it belongs to is known within."""
+
+        @functools.wraps(work)
+        def run(network: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._place is not None:  # within its own call
+                return work(network, *args, **kwargs)
+            self._place, self._forwards = self._counter.count(network, args, kwargs), 0
+            try:
+                return work(network, *args, **kwargs)
+            finally:
+                self._place = self._foreseen = None
+
+        return run
+
+    def kind_of_next(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """Return what tells the forward pass that is about to begin from others with arguments of the same shapes.
+
+        For simulated tensors, whose values cannot decide.
+        """
+        if self._place is None:
+            return None
+        key = self._key(args, kwargs)
+        branch = self._branches.get(key)
+        return key[:2], None if branch is None else branch.outlook(self._place)
+
+    def repeated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that the forward pass that was about to begin is a repetition of one of the same kind."""
+        assert self._place is not None
+        key = self._key(args, kwargs)
+        self._forwards += 1
+        self._branches[key].repeat(self._place)
+        self._note_call(self._branches[key], self._place)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
+        assert self._place is not None
+        shapes = tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else None
+            for leaf in tree_leaves((args, kwargs))
+        )
+        return self._place.branch, self._forwards, shapes
+
+    def _forward(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(work)
+        def run(network: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            place = self._place
+            if place is None or self._now is not None or torch.is_grad_enabled():
+                return work(network, *args, **kwargs)
+            key = self._key(args, kwargs)
+            self._forwards += 1
+            if key not in self._branches:
+                for other in [other for other in self._branches if other[:2] == key[:2]]:  # type: ignore[index]
+                    del self._branches[other]
+                self._branches[key] = self._make()
+            branch = self._branches[key]
+            return self._within(branch, place, functools.partial(work, network), network, args, kwargs)
+
+        return run
+
+    def _within(
+        self, branch: BranchCache, place: DenoiserCall, work: Callable[..., Any], network: nn.Module,
+        args: tuple[Any, ...], kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        if isinstance(branch, PromptCache):
+            branch.begin_with(args, kwargs)
+        self._now = branch
+        try:
+            branch.begin(place, branch.foreseen(place))
+            if isinstance(branch, NetworkCache):
+                output = branch.module(network, work, args, kwargs)
+            else:
+                output = work(*args, **kwargs)
+            branch.end()
+        except BaseException:
+            self._branches.clear()  # what is kept may be of half a call
+            raise
+        finally:
+            self._now = None
+        if branch.failed is not None:
+            self._note(f"{self._name}: no step is skipped, as {branch.failed}")
+        self._note_call(branch, place)
+        return output
+
+    def _note_call(self, branch: BranchCache, place: DenoiserCall) -> None:
+        """Note what is kept now, and forget it after the last step: what follows needs the memory."""
+        if branch.skipped_last and not self._settings.lossless:
+            self._skipped.add(place.step)
+        kept = self._branches.values()
+        sizes = sum(each.device_bytes for each in kept), sum(each.host_bytes for each in kept)
+        self._peaks = [max(pair) for pair in zip(self._peaks, sizes, strict=True)]
+        if place.steps is not None and place.step >= place.steps - 1:
+            self._branches = {key: kept for key, kept in self._branches.items() if kept is not branch}
+
+    def _context(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return diffusers' `cache_context`, which also says here which prediction the calls within are."""
+
+        @contextlib.contextmanager
+        def context(network: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+            before, self._counter.context = self._counter.context, name
+            try:
+                with original(network, name, *args, **kwargs):
+                    yield
+            finally:
+                self._counter.context = before
+
+        return context

@@ -1,0 +1,104 @@
+"""Which denoising step, and which guidance prediction of it, a call of a denoiser belongs to."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from tightfit.apply.activations.outputs import are_equal
+
+__all__ = ["DenoiserCall", "StepCounter", "call_inputs"]
+
+
+@dataclass(frozen=True)
+class DenoiserCall:
+    """The place of a call in the denoising loop."""
+
+    step: int  # counted from 0
+    steps: int | None  # number of steps of the pipeline's call; None: unknown
+    branch: str | int  # which of a step's guidance predictions: the pipeline's name for it, or a number
+
+
+class StepCounter:
+    """Counts the denoising steps of a pipeline's call.
+
+    diffusers' pipelines name each of their guidance predictions by `cache_context`. Where they do not, two calls in a
+    row belong to the same step if they are given the same latents, or other ones with the same timestep.
+    """
+
+    def __init__(self, steps: Callable[[], int | None]) -> None:
+        """`steps` returns how many steps the pipeline's call takes, if that is known by now."""
+        self._steps = steps
+        self.context: str | None = None  # the pipeline's name for the calls to come
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin another call of the pipeline."""
+        self._step = -1
+        self._branches: set[str | int] = set()  # of this step
+        self._latents: tuple[tuple[weakref.ref[torch.Tensor], int], ...] = ()
+        self._timestep: torch.Tensor | None = None
+
+    @property
+    def steps_counted(self) -> int:
+        """Number of steps so far."""
+        return self._step + 1
+
+    def count(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
+        """Return the place of a call of `network` with these arguments."""
+        branch: str | int
+        if self.context is not None:
+            branch, begins = self.context, self.context in self._branches or self._step < 0
+        else:
+            begins = self._step < 0 or not self._same_step(network, args, kwargs)
+            branch = 0 if begins else len(self._branches)
+        if begins:
+            self._step += 1
+            self._branches.clear()
+            given = call_inputs(network, args, kwargs)
+            self._latents = tuple(
+                (weakref.ref(each), _version(each)) for each in _tensors(next(iter(given.values()), None))
+            )
+            timestep = given.get("timestep", given.get("timesteps"))
+            self._timestep = timestep if isinstance(timestep, torch.Tensor) else None
+        self._branches.add(branch)
+        return DenoiserCall(self._step, self._steps(), branch)
+
+    def _same_step(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        given = call_inputs(network, args, kwargs)
+        latents = list(_tensors(next(iter(given.values()), None)))
+        if len(latents) == len(self._latents) and all(
+            known() is each and version == _version(each)
+            for each, (known, version) in zip(latents, self._latents, strict=True)
+        ):
+            return True
+        timestep = given.get("timestep", given.get("timesteps"))
+        return (
+            isinstance(timestep, torch.Tensor)
+            and self._timestep is not None
+            and (timestep is self._timestep or are_equal(timestep, self._timestep))
+        )
+
+
+def call_inputs(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, in the order of the parameters."""
+    names = list(inspect.signature(type(network).forward).parameters)[1:]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return {
+        name: given[name] for name in sorted(given, key=lambda name: names.index(name) if name in names else len(names))
+    }
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

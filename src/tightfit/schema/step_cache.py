@@ -1,0 +1,190 @@
+"""Step caches: what a denoiser keeps from one step to the next, to leave out work. Does not import torch.
+
+`STRATEGIES` is the registry: what a plan may name. Each strategy is a choice of three parts: what is reused (`reuses`),
+how it is predicted from what was kept (`predicts`), and when (`decides`). How each works is in
+apply/activations/caches/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
+
+import yaml
+from pydantic import BeforeValidator, model_validator
+
+from tightfit.errors import PlanError, unknown_name
+from tightfit.schema.base import Count, Positive, Real, Record
+
+__all__ = ["STRATEGIES", "Decides", "Predicts", "Reuses", "StepCache", "StrategyKind"]
+
+Reuses = Literal["blocks", "network", "attention", "prompt"]
+Predicts = Literal["as it was", "taylor", "linear in time"]
+Decides = Literal["first blocks", "modulated input", "output rate", "magnitudes", "interval", "always"]
+
+
+@dataclass(frozen=True)
+class StrategyKind:
+    """A strategy: its parts, its source, and the values that its fields have unless a plan says otherwise."""
+
+    reuses: Reuses
+    decides: Decides
+    source: str
+    predicts: Predicts = "as it was"
+    residual: bool = True  # blocks: what they added is reused; else their output
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    lossless: bool = False
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names of the fields that mean something for it."""
+        common = {"strategy"} | (set() if self.lossless else {"keep_on", "warm_up", "cool_down", "skipped_steps"})
+        own = {
+            "first blocks": {"threshold", "most_skipped"},
+            "modulated input": {"threshold", "most_skipped", "coefficients"},
+            "output rate": {"threshold", "most_skipped"},
+            "magnitudes": {"threshold", "most_skipped", "magnitudes"},
+            "interval": {"interval"},
+            "always": set[str](),
+        }[self.decides]
+        blocks = {"first_blocks", "last_blocks"} if self.reuses == "blocks" else set()
+        attention = {"cross_interval"} if self.reuses == "attention" else set()
+        return frozenset(common | own | blocks | attention | ({"order"} if self.predicts == "taylor" else set()))
+
+
+STRATEGIES: Mapping[str, StrategyKind] = {
+    "static": StrategyKind(
+        "blocks", "interval", "DeepCache, arXiv:2312.00858", defaults={"interval": 2, "warm_up": 1, "cool_down": 1}
+    ),
+    "first-block": StrategyKind(
+        "blocks", "first blocks", "ParaAttention's First Block Cache, after TeaCache", defaults={"threshold": 0.05}
+    ),
+    "dual-block": StrategyKind(
+        "blocks", "first blocks", "cache-dit's DBCache",
+        defaults={"threshold": 0.08, "first_blocks": 8, "warm_up": 8},
+    ),
+    "teacache": StrategyKind(
+        "blocks", "modulated input", "TeaCache, arXiv:2411.19108",
+        defaults={"threshold": 0.2, "warm_up": 1, "cool_down": 1},
+    ),
+    "magcache": StrategyKind(
+        "blocks", "magnitudes", "MagCache, arXiv:2506.09045",
+        defaults={"threshold": 0.06, "most_skipped": 3, "first_blocks": 0},
+    ),
+    "taylorseer": StrategyKind(
+        "blocks", "interval", "TaylorSeer, arXiv:2503.06923", "taylor",
+        defaults={"interval": 5, "order": 1, "warm_up": 3},
+    ),
+    "blockdance": StrategyKind(
+        "blocks", "interval", "BlockDance, arXiv:2503.15927", residual=False,
+        defaults={"interval": 2, "first_blocks": 0, "last_blocks": 8, "warm_up": 10, "cool_down": 2},
+    ),
+    "easycache": StrategyKind(
+        "network", "output rate", "EasyCache, arXiv:2507.02860",
+        defaults={"threshold": 0.05, "warm_up": 5, "cool_down": 1},
+    ),
+    "meancache": StrategyKind(
+        "network", "interval", "MeanCache, arXiv:2601.19961", "linear in time", residual=False,
+        defaults={"interval": 2, "warm_up": 2, "cool_down": 1},
+    ),
+    "pab": StrategyKind(
+        "attention", "interval", "Pyramid Attention Broadcast, arXiv:2408.12588", residual=False,
+        defaults={"interval": 2, "cross_interval": 3, "warm_up": 2, "cool_down": 1},
+    ),
+    "text-kv": StrategyKind(
+        "prompt", "always", "layers that see nothing but the prompt give the same in every step", residual=False,
+        lossless=True,
+    ),
+}  # fmt: skip
+if TYPE_CHECKING:  # which cannot make a Literal of a registry
+    Strategy: TypeAlias = str
+else:
+
+    def _known(name: object) -> object:
+        if isinstance(name, str) and name not in STRATEGIES:
+            raise PlanError(unknown_name("step cache", name, STRATEGIES), field="strategy")
+        return name
+
+    Strategy = Annotated[Literal[tuple(STRATEGIES)], BeforeValidator(_known)]
+_FALLBACK: Mapping[str, Any] = {"first_blocks": 1, "last_blocks": 0, "warm_up": 0, "cool_down": 0}
+
+
+class StepCache(Record):
+    """A strategy, and its settings: None is the strategy's own value, as `STRATEGIES` has it.
+
+    Steps are counted from 0, as the pipeline's denoising loop takes them. The first step always runs.
+    """
+
+    strategy: Strategy
+    threshold: Real | None = None  # change up to which a step is skipped; what is compared depends on the strategy
+    interval: Positive | None = None  # every how many steps all of the denoiser runs
+    cross_interval: Positive | None = None  # the same for attention to the prompt
+    order: Count | None = None  # of the Taylor series
+    first_blocks: Count | None = None  # blocks at the beginning that always run
+    last_blocks: Count | None = None  # blocks at the end that always run
+    warm_up: Count | None = None  # steps at the beginning that always run
+    cool_down: Count | None = None  # steps at the end that always run
+    most_skipped: Positive | None = None  # steps in a row that may be skipped; None: any number
+    coefficients: tuple[float, ...] | None = None  # of a polynomial of the change, highest power first; None: x
+    magnitudes: tuple[Real, ...] | None = None  # of what blocks add in each step, relative to the step before
+    skipped_steps: tuple[Count, ...] | None = None  # these steps are skipped, and no others
+    keep_on: Literal["device", "host"] = "device"  # where what is kept waits until it is reused
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        kind = self.kind
+        given = {name for name in self.model_fields_set if getattr(self, name) is not None}
+        if without := sorted(given - kind.fields):
+            allowed = ", ".join(sorted(kind.fields - {"strategy"})) or "no other field"
+            raise PlanError(
+                f"{without[0]}={getattr(self, without[0])} means nothing for strategy={self.strategy}, "
+                f"which takes {allowed}",
+                field=without[0],
+            )
+        if kind.decides == "magnitudes" and self.magnitudes is None and self.skipped_steps is None:
+            raise PlanError(
+                f"strategy={self.strategy} needs magnitudes, one for each step, which differ by model: "
+                "diffusers' MagCacheConfig(calibrate=True) measures them",
+                field="magnitudes",
+            )
+        if self.skipped_steps is not None and 0 in self.skipped_steps:
+            raise PlanError("skipped_steps: step 0 cannot be skipped, as nothing is kept before it", given="0")
+        return self
+
+    @classmethod
+    def of(cls, said: StepCache | Mapping[str, Any] | str) -> StepCache:
+        """Return the step cache that `said` describes: fields, or text: "first-block", "first-block,threshold=0.1"."""
+        if isinstance(said, StepCache):
+            return said
+        if not isinstance(said, str):
+            return cls.from_mapping(said)
+        strategy, *fields = said.split(",")
+        pairs = [field.partition("=") for field in fields]
+        if any(not value for _, _, value in pairs):
+            raise PlanError(f"cache={said!r:.60} is not STRATEGY,FIELD=VALUE, e.g. first-block,threshold=0.1")
+        return cls.from_mapping(
+            {"strategy": strategy.strip()} | {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+        )
+
+    @property
+    def kind(self) -> StrategyKind:
+        return STRATEGIES[self.strategy]
+
+    @property
+    def lossless(self) -> bool:
+        return self.kind.lossless
+
+    def value(self, name: str) -> Any:
+        """Return the value of the field `name`, with the strategy's own in place of None."""
+        own = getattr(self, name)
+        return self.kind.defaults.get(name, _FALLBACK.get(name)) if own is None else own
+
+    @property
+    def described(self) -> str:
+        """The strategy and its settings, on one line."""
+        said = [f"{name}={getattr(self, name)}" for name in type(self).model_fields if self._says(name)]
+        return f"step cache {self.strategy}" + (f" ({', '.join(said)})" if said else "")
+
+    def _says(self, name: str) -> bool:
+        return name != "strategy" and getattr(self, name) not in (None, type(self).model_fields[name].default)
