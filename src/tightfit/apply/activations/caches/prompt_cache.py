@@ -24,7 +24,7 @@ from tightfit.schema.step_cache import StepCache
 
 __all__ = ["PromptCache", "prompt_modules"]
 
-Mark = tuple[int, int]  # of a tensor: its id and its version
+Mark = tuple[Any, ...]  # of a tensor: which memory it shows, how, and in which version
 
 
 def prompt_modules(network: nn.Module) -> tuple[nn.Module, ...]:
@@ -51,7 +51,9 @@ class PromptCache(BranchCache):
     def __init__(self, network: nn.Module, settings: StepCache, leave_out: LeaveOut) -> None:
         super().__init__(settings, None, leave_out)
         self._network = network
-        self._given: list[torch.Tensor] = []  # of the network in the last call: kept, so that no id is used again
+        self._given: list[
+            torch.Tensor
+        ] = []  # of the network in the last call: kept, so that no other tensor gets their memory
         self._prompt: set[Mark] = set()  # tensors that depend on the prompt alone, if what was given stays the same
         self._seen: dict[nn.Module, _Reused] = {}
 
@@ -99,7 +101,7 @@ class PromptCache(BranchCache):
         return known.output
 
     def _forget(self, module: nn.Module) -> None:
-        """Free what `module` returned; its mark must go, too, as another tensor may get the same id."""
+        """Free what `module` returned; its mark must go, too, as another tensor may get its memory."""
         if (known := self._seen.pop(module, None)) is not None:
             self._prompt.discard(known.output_mark)
 
@@ -113,4 +115,5 @@ def _followed(value: Any) -> bool:
 
 
 def _mark(tensor: torch.Tensor) -> Mark:
-    return id(tensor), tensor._version
+    storage = tensor.untyped_storage()._cdata  # differs between all that are alive
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
