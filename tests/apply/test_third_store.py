@@ -30,7 +30,7 @@ class CompressedStore(WeightStore):
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         plain = HostStore(tensors, CpuDevice())
         self.layouts, self.size = plain.layouts, plain.size
-        self._compressed = zlib.compress(plain._buffer.numpy().tobytes(), 1)
+        self._compressed = zlib.compress(plain.buffer.numpy().tobytes(), 1)
 
     def _bytes(self) -> torch.Tensor:
         return torch.frombuffer(bytearray(zlib.decompress(self._compressed)), dtype=torch.uint8)

@@ -20,7 +20,7 @@ from tightfit.apply.applied_plan import AppliedPlan, collect_old_plans, fill_and
 from tightfit.apply.call_runner import CallObserver, CallRunner, ReplannerProtocol
 from tightfit.apply.changes import PipelineState
 from tightfit.apply.choices import choices_of, decide
-from tightfit.apply.context_parallel.executor import ContextParallel, check_ranks, parallel_forward
+from tightfit.apply.context_parallel.executor import ContextParallel, check_ranks, parallel_forward, shares_weights
 from tightfit.apply.cross_device import CrossDeviceCall
 from tightfit.apply.members import Members
 from tightfit.apply.method_overrides import exported, override_class_members
@@ -153,9 +153,9 @@ class Fitted:
             devices = devices_of(plan, self._device, self._recorder)
             self.plan, self.devices = plan, tuple(devices.values())
             self._parallel = self._parallel and self._parallel.following(plan)
-            places = DeviceOffloaders(plan, devices, self._recorder, file_weights)
-            alone = isinstance(pipe, nn.Module)  # no other component needs the device
-            calls = self._calls
+            shares = shares_weights(self._parallel)
+            places = DeviceOffloaders(plan, devices, self._recorder, file_weights, shares=shares)
+            alone, calls = isinstance(pipe, nn.Module), self._calls  # alone: no other component needs the device
             session = Session(places, self._recorder, self._finished, calls.exceeded, calls.lock, keeps=alone)
             applied = AppliedPlan(file_weights, places, session, undo)
             self._applied = weakref.ref(applied)

@@ -146,7 +146,11 @@ class Members:
         """Return the members of a pipeline of the class `original`."""
         handle, calls, device = self.handle, self.calls, self.device.torch_device
         parallel, own = self.parallel, self.device
-        work = original.__call__ if parallel is None else parallel.noting(original.__call__, handle.recorder.note)
+        work = (
+            original.__call__
+            if parallel is None
+            else parallel.noting(original.__call__, handle.recorder.note, lambda: handle.session)
+        )
 
         @functools.wraps(original.__call__)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:

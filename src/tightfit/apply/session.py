@@ -12,6 +12,8 @@ from tightfit.apply.activations.caches.component_cache import ComponentCache
 from tightfit.apply.activations.sdpa_patch import AttentionHandler, current_handlers, set_handlers
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
 from tightfit.apply.weights.gradients import in_backward
+from tightfit.apply.weights.placed_groups import HostBytes
+from tightfit.apply.weights.weight_groups import WeightGroup
 from tightfit.measure.passes import find_phase
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.footprint import Role
@@ -81,6 +83,11 @@ class Session:
                     cache.clear()
                 if not self._clean:
                     self._clear()
+
+    def share(self, share: Callable[[dict[str, WeightGroup]], bool]) -> HostBytes:
+        """Share weights in host memory with other processes by `share`; return how much there is of them."""
+        with self._lock:
+            return self._places.share(share)
 
     @property
     def busy(self) -> bool:

@@ -14,6 +14,7 @@ from tightfit.apply.context_parallel.executor import ContextParallel
 from tightfit.apply.context_parallel.guidance_ranks import GROUPS, GuidanceRanks
 from tightfit.apply.context_parallel.rank_group import RankGroup
 from tightfit.apply.context_parallel.row_shares import RowShares
+from tightfit.apply.context_parallel.weight_sharing import WeightSharing
 from tightfit.devices.device import Device
 from tightfit.errors import PlanError, unknown_name
 from tightfit.measure.modules import HANDLE, find_components, find_role
@@ -37,7 +38,6 @@ class AskedParallelism(NamedTuple):
         """Return the same, with what it takes the ranks to send tensors on `device`. Collective."""
         group = self.ranks.group
         with group.call():
-            group.count_ranks_here()
             rates = group.exchange_rates(device.torch_device, device.synchronize)
         return self._replace(ranks=replace(self.ranks, exchange_rates=rates))
 
@@ -75,7 +75,8 @@ def parallelism_of(
     asked = Request.from_mapping(request) if isinstance(request, Mapping) else request or Request()
     guidance = GuidanceRanks.among(group, context) if groups > 1 else None
     doubled = doubled_of(pipe, asked) if context > 1 else {}
-    ranks = ContextParallel(group, RowShares.equal(context), ways[0], doubled, guidance=guidance)
+    equal, weights = RowShares.equal(context), WeightSharing.among(group)
+    ranks = ContextParallel(group, equal, ways[0], doubled, guidance=guidance, weights=weights)
     return AskedParallelism(ranks, ways)
 
 

@@ -129,10 +129,13 @@ def fit(
         asked = parallelism_of(pipe, parallel, request)
         return _fit_within(pipe, plan_target_of(limits, device), planned, example, count_activations, asked)
     asked = parallelism_of(pipe, parallel, request)
-    return fitting.fit(
+    fitted = fitting.fit(
         pipe, level=level, plan=plan, request=request, device=device, count_activations=count_activations,
         parallel=asked and asked.ranks,
     )  # fmt: skip
+    if asked is not None:
+        asked.ranks.share_weights(fitted.session)
+    return fitted
 
 
 def _fit_within(
@@ -158,4 +161,6 @@ def _fit_within(
         target = plan_target.host_of(plan)
         fitted = apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner, parallel=ranks)
         fitted.tell(replanner.calibration_recorder)
+        if ranks is not None:
+            ranks.share_weights(fitted.session)
         return fitted

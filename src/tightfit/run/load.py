@@ -105,13 +105,13 @@ def load(
         shared = parallelism_of(checkpoint.pipe, parallel, request)
         decided = decide(checkpoint.pipe, choices | (shared.ranks.choices if shared else {}), request, target)
         file_weights = checkpoint.fill(_left_by(decided, target))
-    return Loaded(
-        checkpoint.pipe,
-        Fitted(
-            checkpoint.pipe, decided, target, count_activations=count_activations, file_weights=file_weights,
-            parallel=shared and shared.ranks,
-        ),
+    fitted = Fitted(
+        checkpoint.pipe, decided, target, count_activations=count_activations, file_weights=file_weights,
+        parallel=shared and shared.ranks,
     )  # fmt: skip
+    if shared is not None:
+        shared.ranks.share_weights(fitted.session)
+    return Loaded(checkpoint.pipe, fitted)
 
 
 def load_made(
@@ -163,6 +163,7 @@ def load_on_rank(
                 pipe, plan, target, count_activations=count_activations, file_weights=file_weights, replans=replans,
                 parallel=ranks,
             )  # fmt: skip
+            ranks.share_weights(fitted.session)
     fitted.tell(replans.calibration_recorder)
     return Loaded(pipe, fitted)
 

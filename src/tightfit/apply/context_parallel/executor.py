@@ -22,6 +22,8 @@ from tightfit.apply.context_parallel.parallel_method import ParallelMethod, RowS
 from tightfit.apply.context_parallel.rank_group import ExchangeRates, RankGroup
 from tightfit.apply.context_parallel.row_shares import RowShares
 from tightfit.apply.context_parallel.simulated_ranks import SimulatedRankGroup
+from tightfit.apply.context_parallel.weight_sharing import WeightSharing
+from tightfit.apply.session import Session
 from tightfit.devices.device import Device
 from tightfit.errors import PlanError
 from tightfit.measure.modules import find_role
@@ -30,7 +32,7 @@ from tightfit.schema.plan import ComponentPlan, ContextAttention, Plan
 from tightfit.simulator.card import SimulatedCard
 from tightfit.units import format_bytes
 
-__all__ = ["ContextParallel", "check_ranks", "parallel_call", "parallel_forward", "parallel_methods"]
+__all__ = ["ContextParallel", "check_ranks", "parallel_call", "parallel_forward", "parallel_methods", "shares_weights"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class ContextParallel:
     doubled: Mapping[str, DoubledInputs | str]  # of denoisers; or why one runs whole on every rank
     exchange_rates: ExchangeRates | None = None  # None: not measured
     guidance: GuidanceRanks | None = None  # None: all ranks are one group
+    weights: WeightSharing | None = None  # None: each rank has its own copy of weights in host memory
     shares_autoencoders: bool = True  # whether a call is measured with the rows of autoencoders shared, too
 
     @cached_property
@@ -89,7 +92,7 @@ class ContextParallel:
     def simulated(self, card: SimulatedCard) -> ContextParallel:
         """Return the same for this rank alone, on a simulated card."""
         group = SimulatedRankGroup.like(self.group, card)
-        return replace(self, group=group, guidance=self.guidance and self.guidance.simulated(card))
+        return replace(self, group=group, weights=None, guidance=self.guidance and self.guidance.simulated(card))
 
     @contextlib.contextmanager
     def call(self, device: Device) -> Iterator[None]:
@@ -101,11 +104,15 @@ class ContextParallel:
                 generator.set_state(state)
             yield
 
-    def noting(self, call: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
-        """Return `call`, after which `note` is told how many bytes were sent."""
+    def noting(
+        self, call: Callable[..., Any], note: Callable[[str], None], session: Callable[[], Session]
+    ) -> Callable[..., Any]:
+        """Return `call`, before which weights are shared; `note` is told of it, and how many bytes were sent."""
 
         @functools.wraps(call)
         def noted(*args: Any, **kwargs: Any) -> Any:
+            for said in self.share_weights(session()):
+                note(said)
             before = self._bytes_sent
             with contextlib.nullcontext() if self.pairs is None else self.pairs.call():
                 found = call(*args, **kwargs)
@@ -115,9 +122,20 @@ class ContextParallel:
 
         return noted
 
+    def share_weights(self, session: Session) -> list[str]:
+        """Share weights of the plan of `session` among the ranks of a computer; return sentences on it. Collective."""
+        if self.weights is None:
+            return []
+        return self.weights.described(*session.share(self.weights.share))
+
     @property
     def _bytes_sent(self) -> int:
         return self.group.bytes_sent + (self.guidance.bytes_sent if self.guidance else 0)
+
+
+def shares_weights(parallel: ContextParallel | None) -> bool:
+    """Whether weights in host memory may be shared with other ranks."""
+    return parallel is not None and parallel.weights is not None
 
 
 def check_ranks(plan: Plan, parallel: ContextParallel | None) -> None:

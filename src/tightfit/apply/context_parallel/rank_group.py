@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -17,7 +16,6 @@ from tightfit.errors import RunError
 __all__ = ["ExchangeRates", "RankGroup", "RankGroupPart"]
 
 
-TEXT = 1000  # bytes of a text that ranks send each other
 TRIES, LARGE = 4, 4 * 2**20  # how often an exchange is timed, and the bytes of a large one
 
 
@@ -40,7 +38,7 @@ class RankGroup:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.per_node = self.size  # consecutive ranks on a computer, as far as simulated exchanges ask
         self.bytes_sent = 0
-        self.ranks_here = 1  # on this computer, as far as `count_ranks_here` was called
+        self.ranks_here = 1  # on this computer, as far as `WeightSharing.among` was called
         self._group: dist.ProcessGroup | None = None  # of calls, from the first one on
         self._calling = False
         self._pending: list[list[dist.Work]] = []  # sends and receives that were started and not waited for
@@ -133,17 +131,18 @@ class RankGroup:
         self.bytes_sent += tensor.nbytes * (self.size - 1)
         return found
 
-    def count_ranks_here(self) -> None:
-        """Set `ranks_here`."""
-        names = self.all_gather_text(socket.gethostname())
-        self.ranks_here = names.count(names[self.rank])
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the `data` of each rank, of any length."""
+        sizes = [int(each) for each in self.all_gather(torch.tensor(len(data)))]
+        if not any(sizes):
+            return [b"" for _ in sizes]
+        sent = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+        found = self.all_gather(sent)
+        return [bytes(each[:size].tolist()) for each, size in zip(found, sizes, strict=True)]
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Return the `text` of each rank, of which the first TEXT bytes are sent."""
-        sent = torch.zeros(TEXT, dtype=torch.uint8)
-        said = text.encode()[:TEXT]
-        sent[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else 0
-        return [bytes(each.tolist()).rstrip(b"\0").decode(errors="ignore") for each in self.all_gather(sent)]
+        """Return the `text` of each rank."""
+        return [data.decode() for data in self.all_gather_bytes(text.encode())]
 
     def exchange_rates(self, device: torch.device, wait: Callable[[], None]) -> ExchangeRates:
         """Measure what it takes to send to the next rank from `device`, for which `wait` waits: the best of a few."""

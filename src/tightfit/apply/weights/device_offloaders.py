@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from torch import nn
 
 from tightfit.apply.weights.network_parts import part_views
 from tightfit.apply.weights.part_offloaders import PartOffloaders
+from tightfit.apply.weights.placed_groups import HostBytes
 from tightfit.apply.weights.quantize import left_in_files
 from tightfit.apply.weights.stores import FileBackedWeights
+from tightfit.apply.weights.weight_groups import WeightGroup
 from tightfit.apply.weights.weight_offloader import WeightOffloader
 from tightfit.devices.device import Device
 from tightfit.measure.joint_recorder import JointRecorder
@@ -28,9 +30,15 @@ class DeviceOffloaders:
         devices: Mapping[str, Device],
         recorder: JointRecorder,
         file_weights: FileBackedWeights,
+        *,
+        shares: bool = False,
     ) -> None:
+        """With `shares`, weights in host memory may be shared with other processes, by `share`."""
         self._plan, self._devices = plan, devices
-        self._all = {name: WeightOffloader(device, recorder.of(name), file_weights) for name, device in devices.items()}
+        self._all = {
+            name: WeightOffloader(device, recorder.of(name), file_weights, shares=shares)
+            for name, device in devices.items()
+        }
         if plan.schedule:
             passes = [(each.component, each.method) for each in plan.schedule for _ in range(each.runs)]
             unused = {(each.component, each.method): each.unused_blocks for each in plan.schedule}
@@ -75,6 +83,19 @@ class DeviceOffloaders:
             manager.place(name, part, plan, undo)
         for manager, (part, plan, _) in zip(managers, parts, strict=True):
             manager.stream(name, part, plan, undo)
+
+    def share(self, share: Callable[[dict[str, WeightGroup]], bool]) -> HostBytes:
+        """Call `share` with the groups that were placed since it was last called, and page-lock what it leaves.
+
+        Nothing is on the device. Weights that a call trains are not shared: optimizers have them.
+        """
+        request, new = self._plan.request, dict[str, WeightGroup]()
+        for each in self._all.values() if request is None or request.backward != "parameters" else ():
+            new |= each.placed.new()
+        if share(new):
+            for each in self._all.values():
+                each.settle()
+        return HostBytes(*map(sum, zip(*(each.placed.host_bytes() for each in self._all.values()), strict=True)))
 
     def _parts(self, name: str, module: nn.Module) -> list[tuple[nn.Module, ComponentPlan, Device]]:
         chosen = self._chosen(name)

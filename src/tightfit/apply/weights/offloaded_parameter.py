@@ -210,14 +210,15 @@ class LazyWeights:
     def give_back(self, file_weights: FileBackedWeights | None = None) -> None:
         """Load source parameters without values, with changes by other code, and put them into the modules.
 
-        With `file_weights`, groups that were not changed stay in files, and modules get "meta" parameters of it.
+        With `file_weights`, groups that were not changed stay in files, and modules get "meta" parameters of it; or in
+        shared memory, and modules get parameters that take no memory.
         """
         for group in self._valueless():
             changed = any(away.lazy_weight.written is not None for away in self._of[group])
             if file_weights is not None and group.store.stored and not changed:
                 group.show(self._of[group], group.shapes(file_weights))
                 continue
-            group.fill()
+            group.fill(None if file_weights is None or changed else file_weights.shared)
             self._write_back(group)
             group.show(self._of[group], group.source_params)
 

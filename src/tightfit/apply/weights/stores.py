@@ -12,6 +12,7 @@ from torch import nn
 from tightfit.apply.weights.disk_store import DiskStore, SpillFile, read_like, read_stored
 from tightfit.apply.weights.pinned_staging import Stager
 from tightfit.apply.weights.quantized_tensor import StoredWeight
+from tightfit.apply.weights.shared_store import KeptRegions
 from tightfit.apply.weights.weight_store import FileTensor, HostStore, WeightStore, plain_parts
 from tightfit.devices.device import Device
 from tightfit.devices.disk import DiskReader
@@ -34,6 +35,7 @@ class FileBackedWeights:
         self._left_in_files: set[int] = set()  # of these, those that the current plan leaves in files
         self._spills: list[SpillFile] = []
         self._earlier: list[SpillFile] = []  # of earlier plans
+        self.shared = KeptRegions()  # what of shared memory source parameters have until the next plan is followed
         self.keep_in_files = False  # whether weights are left in files, because another plan follows
 
     def put(self, shape: nn.Parameter, stored: FileTensor, weight: nn.Parameter | None = None) -> nn.Parameter:
@@ -105,6 +107,7 @@ class FileBackedWeights:
             else:
                 spill.close()
         self._earlier.clear()
+        self.shared.clear()
 
     def close(self) -> None:
         """Delete the temporary files, once all weights are loaded."""
@@ -113,6 +116,7 @@ class FileBackedWeights:
         self._entries.clear()
         self._earlier.clear()
         self._spills.clear()
+        self.shared.clear()
 
 
 MakeStore = Callable[[list[torch.Tensor]], WeightStore]  # of plain tensors
@@ -156,7 +160,10 @@ class StoreFactory:
     def host_stores(self, undo: ExitStack) -> MakeStore:
         """Return what makes a buffer in host memory."""
         stager = self._staging(undo) if self._device.plain_copies_block else None
-        return lambda tensors: HostStore(tensors, self._device, stager)
+        shared = self._file_weights.shared
+        return lambda tensors: (
+            shared.store_of(tensors, self._device, stager) or HostStore(tensors, self._device, stager)
+        )
 
     def disk_stores(self, undo: ExitStack) -> MakeStore:
         """Return what makes a store that reads files."""

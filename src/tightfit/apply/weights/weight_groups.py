@@ -9,8 +9,9 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from tightfit.apply.weights.shared_store import KeptRegions, SharedRegion, SharedStore
 from tightfit.apply.weights.stores import FileBackedWeights
-from tightfit.apply.weights.weight_store import WeightStore, plain_parts, rebuilt
+from tightfit.apply.weights.weight_store import HostStore, WeightStore, plain_parts, rebuilt
 from tightfit.devices.memory import copy_with_alignment
 from tightfit.measure.modules import compiled_around, find_layers
 from tightfit.plan.layer_selection import group_layers, paths_to
@@ -65,7 +66,7 @@ class WeightGroup:
         """Make a new store if other code gave `source_params` other data (`module.to(dtype)`); return whether."""
         if not self.store.writable:
             return False
-        plain = [part for source_param in self.source_params for part in plain_parts(source_param)]
+        plain = self._plain()
         if self.store.holds(plain):
             return False
         self.store, self.likes = self.store.anew(plain), [_like(source_param) for source_param in self.source_params]
@@ -75,11 +76,26 @@ class WeightGroup:
         """Unlock the source parameters in their current store."""
         self.store.unlock_pages()
 
-    def fill(self) -> None:
-        """Read the values of the source parameters from their store."""
+    def fill(self, kept: KeptRegions | None = None) -> None:
+        """Read the values of the source parameters from their store; with `kept`, leave them in shared memory."""
+        if kept is not None and isinstance(self.store, SharedStore):
+            kept.keep(self.store, self._plain())
+            return
         plain = self.store.values()
-        for tensor in (part for source_param in self.source_params for part in plain_parts(source_param)):
+        for tensor in self._plain():
             tensor.data = copy_with_alignment(plain.pop(0))
+
+    def share(self, region: SharedRegion) -> None:
+        """Take the values from `region`, which has the same bytes as the group's buffer in host memory, from now on."""
+        store = self.store
+        assert isinstance(store, HostStore)
+        self.store = SharedStore(region, store.layouts, store.device, store.stager)
+        for tensor in self._plain():
+            tensor.data = torch.empty(0, dtype=tensor.dtype)
+        store.release()
+
+    def _plain(self) -> list[torch.Tensor]:
+        return [part for source_param in self.source_params for part in plain_parts(source_param)]
 
     def shapes(self, file_weights: FileBackedWeights) -> list[nn.Parameter]:
         """Return "meta" parameters for `source_params`, which are in files; tensor subclasses as they are, empty."""

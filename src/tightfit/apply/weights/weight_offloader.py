@@ -14,6 +14,7 @@ from tightfit.apply.weights.call_order import CallKey, CallOrder
 from tightfit.apply.weights.differentiable_streamer import DifferentiableStreamer
 from tightfit.apply.weights.network_parts import blocks_of, inspect_part, network_of
 from tightfit.apply.weights.oom_retry import retry_blocks_on_oom, retry_on_oom
+from tightfit.apply.weights.placed_groups import PlacedGroups
 from tightfit.apply.weights.quantize import store_weights
 from tightfit.apply.weights.quantized_tensor import StoredWeight
 from tightfit.apply.weights.stores import FileBackedWeights, StoreFactory
@@ -39,10 +40,12 @@ class WeightOffloader:
     (`CoResidencyTracker`).
     """
 
-    def __init__(self, device: Device, recorder: Recorder, file_weights: FileBackedWeights) -> None:
+    def __init__(self, device: Device, recorder: Recorder, file_weights: FileBackedWeights, *, shares: bool) -> None:
+        """With `shares`, weights in host memory may be shared with other processes, until `settle`."""
         self._device, self._file_weights = device, file_weights
         self._store_factory = StoreFactory(device, file_weights)
         self._elsewhere: set[str] = set()  # components whose weights were not in host memory before
+        self.placed = PlacedGroups(recorder, waits=shares)
         self._held: Held = {}  # original tensors, until all weights are placed
         self._recorder = recorder
         self._loaders: dict[str, TensorLoader] = {}
@@ -110,8 +113,7 @@ class WeightOffloader:
         groups = weight_groups_of(network, component, plan.granularity or "layer", stores, weight_of, inside, unused)
         self._store_factory.settle(module)
         undo.callback(_release, groups)
-        if plan.pinned:
-            self._lock(name, groups, undo)
+        self.placed.add(name, groups, undo, pinned=bool(plan.pinned))
         resident = {group.name for group in groups} if plan.placement == "offload" else plan.resident_layers or ()
         begins_backward, ring = partial(self.backward.need, name), plan.ring_buffer or 0
         most = backward_bytes(component)
@@ -140,13 +142,11 @@ class WeightOffloader:
         goes_on = self._file_weights.keep_in_files and name not in self._elsewhere
         self._streamers[name].give_back(self._file_weights if goes_on else None)
 
-    def _lock(self, name: str, groups: list[WeightGroup], undo: ExitStack) -> None:
-        """Page-lock the source parameters, as far as the system allows."""
-        for count, group in enumerate(groups):
-            if not group.store.lock_pages():
-                self._recorder.note(f"{name}: page-locking was refused after {count} of {len(groups)} groups")
-                return
-            undo.callback(group.unlock_pages)  # its store may have been replaced by then
+    def settle(self) -> None:
+        """Finish placing weights that may have been shared with other processes: nothing is on the device."""
+        for streamer in self._streamers.values():
+            streamer.set_aside()
+        self.placed.lock()
 
     def enter(self, name: str) -> None:
         """Load the component `name`, which starts to run, after evicting those it does not share the device with."""

@@ -128,20 +128,25 @@ class HostStore(WeightStore):
             offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         self.size, self.layouts = offset, tuple(layouts)
         shapes = any(tensor.is_meta for tensor in tensors)
-        self._buffer = torch.empty(offset, dtype=torch.uint8, device="meta") if shapes else arena(offset)
-        self._device, self._stager = device, stager
+        self.buffer = torch.empty(offset, dtype=torch.uint8, device="meta") if shapes else arena(offset)
+        self.device, self.stager = device, stager
         self._wants_lock = False
         self._lock: PageLock | None = None
         if not shapes:
             for tensor, layout in zip(tensors, layouts, strict=True):
-                move_into(layout.view(self._buffer), tensor)
+                move_into(layout.view(self.buffer), tensor)
 
     @property
     def lock_refused(self) -> bool:  # type: ignore[override]
         return self._wants_lock and self._lock is None
 
+    @property
+    def is_locked(self) -> bool:
+        """Whether its pages are locked."""
+        return self._lock is not None
+
     def lock_pages(self) -> bool:
-        self._wants_lock, self._lock = True, PageLock.acquire(self._buffer, self._device)
+        self._wants_lock, self._lock = True, PageLock.acquire(self.buffer, self.device)
         return self._lock is not None
 
     def unlock_pages(self) -> None:
@@ -151,21 +156,21 @@ class HostStore(WeightStore):
             self._lock = None
 
     def release(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer = torch.empty(0, dtype=torch.uint8)
 
     def send(self, stream: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
-        if self._lock is not None or self._stager is None:
-            return stream.send(target, self._buffer, after)
-        return self._stager.send(stream, target, after, self._fill)
+        if self._lock is not None or self.stager is None:
+            return stream.send(target, self.buffer, after)
+        return self.stager.send(stream, target, after, self._fill)
 
     def _fill(self, part: torch.Tensor) -> None:
-        part.copy_(self._buffer)
+        part.copy_(self.buffer)
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether `tensors` are still views of the buffer."""
         return all(
             (tensor.dtype, tensor.shape, tensor.stride()) == (layout.dtype, layout.shape, layout.strides)
-            and (tensor.is_meta or tensor.data_ptr() == self._buffer.data_ptr() + layout.offset)
+            and (tensor.is_meta or tensor.data_ptr() == self.buffer.data_ptr() + layout.offset)
             for tensor, layout in zip(tensors, self.layouts, strict=True)
         )
 
@@ -173,7 +178,7 @@ class HostStore(WeightStore):
         """Return a store for the current data of `tensors`, page-locked if this one should be."""
         locked = self._wants_lock
         self.unlock_pages()
-        store = HostStore(tensors, self._device, self._stager)
+        store = HostStore(tensors, self.device, self.stager)
         if locked:
             store.lock_pages()
         return store
