@@ -64,7 +64,7 @@ CARD = Accelerator(
     name="cuda:0", kind="cuda", bytes=80 * 2**30, free=79 * 2**30, allocated=2**20, product_name="NVIDIA H100",
     expandable_refused="the driver refuses them", compute_capability="9.0", flash=False,
     arithmetic_rates={"bfloat16": 1e15, "float32": 6.7e13}, memory_rate=3.35e12, link_rate=5.5e10,
-    link_rate_out=5.4e10, exchange_rate=1.5e11, exchange_latency=2e-5, network_rate=1.25e10,
+    link_rate_out=5.4e10, exchange_rate=1.5e11, exchange_latency=2e-5, network_rate=1.25e10, ranks_sharing_weights=2,
     launch_overhead=5e-6, streamed_overhead=9e-6, resident_overhead=2e-6,
     channels_last_gains={"denoiser.float16": 1.2},
 )  # fmt: skip

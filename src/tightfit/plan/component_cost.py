@@ -52,6 +52,7 @@ class ComponentCost:
         self._small_bytes = small_tensor_bytes(component)
         link = device.link_rate or float("inf")
         self.rate = min(link, store_rates.get(plan.offload_to, link))  # bytes per second
+        self._ranks = device.ranks_sharing_weights
         self.launch = device.launch_overhead  # host seconds for each kernel or copy
         self._overheads = HostOverheads(device.streamed_overhead, device.resident_overhead)
         self._flow: TransferSimulator | None = None
@@ -65,6 +66,11 @@ class ComponentCost:
     def always(self) -> int:
         """Bytes on the device during the whole pipeline call."""
         return always(self.component, self._device, remains=self.is_resident)
+
+    @property
+    def ram_bytes(self) -> int:
+        """Bytes of host memory that this process counts for its weights."""
+        return 0 if self.is_resident else self.plan.store.ram_bytes(self.component.bytes, self._ranks)
 
     @cached_property
     def widened(self) -> int:

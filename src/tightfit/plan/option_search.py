@@ -56,8 +56,7 @@ class LazyOption:
     @cached_property
     def option(self) -> Option:
         cost = self.cost
-        ram = 0 if cost.is_resident else cost.plan.store.ram_bytes(cost.component.bytes)
-        return Option(cost.streamed_bytes, self._simulate(cost), ram, cost.always, cost.plan)
+        return Option(cost.streamed_bytes, self._simulate(cost), cost.ram_bytes, cost.always, cost.plan)
 
 
 class BestOptionSearch:

@@ -24,7 +24,7 @@ from tightfit.plan.options import (
     WorkloadKey,
     placement_reason,
 )
-from tightfit.schema.footprint import Component, Footprint, StripProfile, Variant
+from tightfit.schema.footprint import Footprint, StripProfile, Variant
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Reason, Storage, VaePlan
 from tightfit.schema.stores import STORES, StoreRates
@@ -207,7 +207,7 @@ class VariantSearch:
             if None in min_bytes:
                 return None
             weights.append(always + sum(size or 0 for size in min_bytes))
-        offloaded = (_ram_bytes(self.workload(name).component, location) for name, location in locations.items())
+        offloaded = (self._ram_bytes(name, location) for name, location in locations.items())
         return _WeightLocations(locations, tuple(weights), sum(offloaded))
 
     def _min_bytes(self, name: str, location: WeightLocation) -> int | None:
@@ -294,7 +294,7 @@ class VariantSearch:
             self.cache.option_sets[key] = workload.option_set(location, self.store_rates, storage, self.variant, how)
         return self.cache.option_sets[key]
 
-
-def _ram_bytes(component: Component, location: WeightLocation) -> int:
-    """Return the bytes of RAM for the weights of `component` at `location`."""
-    return 0 if location == RESIDENT else STORES[location].ram_bytes(component.bytes)
+    def _ram_bytes(self, name: str, location: WeightLocation) -> int:
+        """Return the bytes of RAM for the weights of the component `name` at `location`."""
+        size, ranks = self.workload(name).component.bytes, self.device.ranks_sharing_weights
+        return 0 if location == RESIDENT else STORES[location].ram_bytes(size, ranks)

@@ -7,10 +7,17 @@ from collections.abc import Iterator, Mapping
 from tightfit.errors import BudgetTooSmall
 from tightfit.schema.footprint import ComponentCall, Footprint
 from tightfit.schema.machine import EXCHANGES, KernelGroup
-from tightfit.schema.plan import ContextAttention, Reason
+from tightfit.schema.plan import ContextAttention, Plan, Reason
 from tightfit.units import format_bytes, format_seconds
 
-__all__ = ["alone_reason", "attention_reason", "exchange_reason", "exchanged_bytes", "exchanges_of"]
+__all__ = [
+    "alone_reason",
+    "attention_reason",
+    "exchange_reason",
+    "exchanged_bytes",
+    "exchanges_of",
+    "shared_weights_reason",
+]
 
 NAMES: Mapping[ContextAttention, str] = {"gathered": "gathered keys", "ring": "a ring", "heads": "heads"}
 
@@ -26,6 +33,16 @@ def attention_reason(way: ContextAttention, seconds: Mapping[ContextAttention, f
 def alone_reason(refusal: BudgetTooSmall) -> Reason:
     """Return why every rank runs autoencoders whole: with their rows shared there was this `refusal`."""
     return Reason(decision="autoencoders run on every rank", because=f"with their rows shared, {refusal}")
+
+
+def shared_weights_reason(plan: Plan, ranks: int) -> Reason | None:
+    """Return why a rank counts a part of its weights in host memory, of which `ranks` share one copy; None: no part."""
+    names = [name for name, each in plan.components.items() if each.store.is_host_memory]
+    names = [name for name in names if plan.components[name].placement != "resident"]
+    if ranks == 1 or not names:
+        return None
+    because = f"{ranks} ranks of this computer can map the same memory; each counts 1/{ranks} of it as its RAM"
+    return Reason(decision=f"one copy in host memory of {', '.join(names)}", because=because)
 
 
 def exchange_reason(footprint: Footprint, per_node: int | None = None) -> Reason:

@@ -12,7 +12,7 @@ import torch
 from tightfit.apply.context_parallel.executor import ContextParallel
 from tightfit.errors import BudgetTooSmall
 from tightfit.measure.call_log import CallLog
-from tightfit.plan.rank_attention import alone_reason, attention_reason, exchange_reason
+from tightfit.plan.rank_attention import alone_reason, attention_reason, exchange_reason, shared_weights_reason
 from tightfit.run.calibration import PlanningInputs
 from tightfit.run.call_arguments import CallShape
 from tightfit.run.footprints import Measurer
@@ -61,6 +61,11 @@ class RankReplanner(Replanner):
         """Return the plan `now`: another one could not be agreed upon with ranks that hold less."""
         return now
 
+    @property
+    def _sharing(self) -> int:
+        """How many ranks of this computer share weights in host memory, this one included."""
+        return 1 if self._parallel.weights is None else len(self._parallel.weights.ranks)
+
     def _free_machine(self) -> Machine:
         machine, rates = super()._free_machine(), self._parallel.exchange_rates
         (own, *_) = machine.accelerators
@@ -68,7 +73,11 @@ class RankReplanner(Replanner):
             own = own.model_copy(update={"exchange_rate": rates.rate, "exchange_latency": rates.latency})
         if own.is_cpu and own.free is not None and self._limits.budget is None:  # other ranks have the same memory
             own = own.model_copy(update={"free": own.free // self._parallel.group.ranks_here})
-        return machine.model_copy(update={"accelerators": (own,)})
+        own = own.model_copy(update={"ranks_sharing_weights": self._sharing})
+        found: dict[str, Any] = {"accelerators": (own,)}
+        if machine.pinnable and self._sharing < self._parallel.group.ranks_here:  # each locks pages of its own
+            found["pinnable"] = machine.pinnable // self._parallel.group.ranks_here
+        return machine.model_copy(update=found)
 
     def _new(self, request: Request, shape: CallShape, given: Mapping[str, Any] | None) -> Plan:
         log = self._logs.get(shape)
@@ -103,7 +112,9 @@ class RankReplanner(Replanner):
             self._inputs_by_shape[shape] = inputs
             self.calibration_recorder.studies(plan, inputs)
         reasons = [] if len(self._ways) == 1 else [attention_reason(way, seconds)]
-        reasons += [] if inputs is None else [exchange_reason(inputs.footprint)]
+        if inputs is not None:
+            shared = shared_weights_reason(plan, self._sharing)
+            reasons += [exchange_reason(inputs.footprint), *([] if shared is None else [shared])]
         return plan.model_copy(update={"reasons": (*plan.reasons, *reasons)})
 
     def _agreed(

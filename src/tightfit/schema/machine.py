@@ -84,6 +84,7 @@ class Accelerator(Record):
     network_rate: Rate | None = (
         None  # bytes per second each way between its computer and others; None: as exchange_rate
     )
+    ranks_sharing_weights: Positive = 1  # processes of its computer that share one copy of weights in host memory
     launch_overhead: Real = 0.0  # host seconds for each kernel or copy launched
     streamed_overhead: Real = 0.0  # host seconds to load a streamed layer and use it once, without the launch
     resident_overhead: Real = 0.0  # host seconds for each use of a layer that is already on the device

@@ -39,9 +39,9 @@ class StoreKind:
     rate: Callable[[Machine], float | None] = lambda machine: None  # bytes per second; None: as fast as the link
     guessed_rate: float | None = None  # bytes per second on a CPU, where it was not measured
 
-    def ram_bytes(self, size: int) -> int:
-        """Return the bytes of RAM for `size` bytes of weights."""
-        return math.ceil(size * self.ram_share)
+    def ram_bytes(self, size: int, ranks: int = 1) -> int:
+        """Return the bytes of RAM that each of `ranks`, which share one copy, counts for `size` bytes of weights."""
+        return math.ceil(size * self.ram_share / (ranks if self.is_host_memory else 1))
 
 
 ORDINARY_DISK = 1e9  # bytes per second
