@@ -12,11 +12,11 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn, Protocol
 
-__all__ = ["end_on_signals", "end_process", "ignore_signals", "keeping_handlers", "started", "unfinished"]
+__all__ = ["before_end", "end_on_signals", "end_process", "ignore_signals", "keeping_handlers", "started", "unfinished"]
 
 
 class Process(Protocol):
@@ -27,6 +27,7 @@ class Process(Protocol):
 
 unfinished: set[str] = set()  # paths of files that are deleted where a signal ends the process
 started: list[Process] = []  # processes that are killed then, which would end late, or not at all
+before_end: list[Callable[[], object]] = []  # what else is done then, in no time
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -60,14 +61,22 @@ def _end(number: int, frame: FrameType | None) -> None:
     end_process(128 + number, name, f"interrupted by {name}: no half-written file is left")
 
 
-def end_process(code: int, kind: str, message: str) -> NoReturn:
-    """End this process at once, with `message` on stderr; with --json also on stdout, as an error of this `kind`."""
+def end_process(code: int, kind: str, message: str, *, silent: bool = False) -> NoReturn:
+    """End this process at once, with `message` on stderr; with --json also on stdout, as an error of this `kind`.
+
+    `silent`: without any message, as another process says it.
+    """
     for path in list(unfinished):
         with contextlib.suppress(OSError):
             os.unlink(path)
     for process in list(started):
         with contextlib.suppress(Exception):  # it has ended
             process.kill()
+    for each in list(before_end):
+        with contextlib.suppress(Exception):
+            each()
+    if silent:
+        os._exit(code)
     clear = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # the line of a progress bar, which hides the cursor
     _write(2, f"{clear}tightfit: {message}\n")
     if "--json" in sys.argv:

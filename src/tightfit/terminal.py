@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import typer
 
@@ -123,15 +124,17 @@ def _explained(error: Exception) -> TightfitError | None:
 
 
 def _ended(
-    error: BaseException, message: str, code: int, as_json: bool, facts: dict[str, object] | None = None
+    error: BaseException, message: str, code: int, as_json: bool, facts: dict[str, Any] | None = None
 ) -> typer.Exit:
-    message, rank = _shortened(" ".join(message.split())), rank_here()
-    if rank == 0:
+    message, rank, facts = _shortened(" ".join(message.split())), rank_here(), facts or {}
+    if rank.rank == 0:
         typer.secho(f"tightfit: {message}", err=True, fg="red")
-    elif code == 1 and "ended_by" not in (facts or {}):  # else rank 0 says it
-        typer.secho(f"tightfit: rank {rank}: {message}", err=True, fg="red")
-    if as_json and rank == 0:
-        known = {name: _shortened(fact) if isinstance(fact, str) else fact for name, fact in (facts or {}).items()}
+    elif code == 1 and "ended_by" not in facts:  # else its own rank says it
+        typer.secho(f"tightfit: rank {rank.rank}: {message.removeprefix(f'rank {rank.rank}: ')}", err=True, fg="red")
+    elif code == 1 and rank.speaks_after(facts.get("ended")):
+        typer.secho(f"tightfit: {message}", err=True, fg="red")
+    if as_json and rank.rank == 0:
+        known = {name: _shortened(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
         typer.echo(json.dumps({"error": {"type": type(error).__name__, "message": message, **known}}, default=str))
     return typer.Exit(code)
 

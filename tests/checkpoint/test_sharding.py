@@ -370,6 +370,18 @@ def test_verify_says_which_file_is_damaged(name: str, how: str, tiny_model: Path
     assert re.search(rf"{name} {said} \(1 of \d+ files", found)
 
 
+def test_an_unfinished_folder_is_not_verified_as_whole(tiny_model: Path, out: Path) -> None:
+    with pytest.raises(_StoppedError):
+        shard_model(tiny_model, out, "50kB", on_progress=stopping_after(100))
+    finished = len(names(out.with_name("out.part"))) - 1
+    assert finished > 0
+    found = complaint(out.with_name("out.part"), "--verify")
+    assert found.endswith(
+        f"/out.part is not whole: {finished} of its files are finished; the same tightfit shard command goes on from "
+        "there\n"
+    )
+
+
 def test_verify_names_several(tiny_model: Path, out: Path) -> None:
     shard_model(tiny_model, out, "300kB")
     flip(out / "model_index.json")

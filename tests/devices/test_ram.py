@@ -20,7 +20,7 @@ import pytest
 from tightfit import BudgetTooSmall
 from tightfit.devices import ram
 from tightfit.devices.device import CpuDevice
-from tightfit.devices.ram import GroupMemory, group_memory, held_bytes, ram_free, ram_limit
+from tightfit.devices.ram import GroupMemory, computer_mark, group_memory, held_bytes, ram_free, ram_limit
 from tightfit.devices.ram_guard import TORCH, check_ram
 from tightfit.schema.machine import GROUP_SPARE, Accelerator, Machine
 
@@ -43,6 +43,15 @@ def write(folder: Path, **files: object) -> None:
 
 def limit(folder: Path, size: int | str, used: int, stat: str = "anon 0", high: int | str = "max") -> None:
     write(folder, max=size, high=high, current=used, stat=stat)
+
+
+def test_a_computer_is_told_by_its_kernel_and_not_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.node", lambda: "node")
+    (tmp_path / "boot_id").write_text("420dfa54\n")
+    monkeypatch.setattr(ram, "BOOT", tmp_path / "boot_id")
+    assert computer_mark() == "420dfa54"
+    monkeypatch.setattr(ram, "BOOT", tmp_path / "none")
+    assert computer_mark() == "node"
 
 
 def test_above_high_everything_is_slow_so_it_is_the_limit(groups: Path) -> None:

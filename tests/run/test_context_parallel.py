@@ -10,6 +10,8 @@ import torch.distributed as dist
 import tightfit
 from context_ranks import HELD, Trial, run_ranks
 from tightfit import PlanError
+from tightfit.apply.context_parallel.rank_group import RankGroup
+from tightfit.devices.ram import computer_mark
 from tiny_pipelines import CASES
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -106,3 +108,24 @@ def test_a_group_for_cards_only_is_refused() -> None:
             tightfit.fit(CASES[0].make(), level=0, device="loopback", parallel="auto")
     finally:
         dist.destroy_process_group()
+
+
+class _MarkedGroup(RankGroup):
+    """Rank 1 of three, of which the others say these marks of their computers."""
+
+    def __init__(self, *marks: str) -> None:
+        self.rank, self._marks = 1, marks
+
+    def all_gather_text(self, text: str) -> list[str]:
+        return [self._marks[0], text, self._marks[1]]
+
+
+def test_computers_of_the_same_name_do_not_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "localhost")
+    own = computer_mark()
+    counted = {}
+    for marks in ((own, own), (own, "other"), ("other", "localhost")):
+        group = _MarkedGroup(*marks)
+        group.count_ranks_here()
+        counted[marks] = group.ranks_here
+    assert list(counted.values()) == [3, 2, 1]

@@ -30,10 +30,14 @@ class FileChecksum:
 
 @dataclass
 class ChecksumRecord:
-    """Checksums by the files' paths within their folder. `job` is a digest of what they are made from."""
+    """Checksums by the files' paths within their folder. `job` is a digest of what they are made from.
+
+    `unfinished`: other files are still to be written.
+    """
 
     job: str
     files: dict[str, FileChecksum] = field(default_factory=dict)
+    unfinished: bool = False
 
     @classmethod
     def read(cls, folder: Path) -> ChecksumRecord:
@@ -44,14 +48,16 @@ class ChecksumRecord:
         content = read_json(file)
         match content:
             case {"job": str(job), "files": dict(files)}:
-                return cls(job, dict(_entry(file, name, value) for name, value in files.items()))
+                entries = dict(_entry(file, name, value) for name, value in files.items())
+                return cls(job, entries, content.get("unfinished") is True)
         raise file_error(file, f"is damaged: it has {listed(sorted(content))} instead of job and files")
 
     def write(self, folder: Path) -> None:
         """Replace the record of `folder` as a whole."""
         files = {name: {"bytes": entry.size, "sha256": entry.sha256} for name, entry in sorted(self.files.items())}
+        content = {"job": self.job, **({"unfinished": True} if self.unfinished else {}), "files": files}
         with replacing(folder / RECORD_NAME) as partial:
-            partial.write_text(json.dumps({"job": self.job, "files": files}, indent=2) + "\n")
+            partial.write_text(json.dumps(content, indent=2) + "\n")
 
     @property
     def size(self) -> int:
@@ -88,11 +94,14 @@ def _chunks(path: Path) -> Iterator[memoryview]:
 def verify_folder(folder: Path, on_bytes: ByteProgress = lambda _name, _count: None) -> ChecksumRecord:
     """Compare all files of `folder` with its checksums; return these. Files without a checksum are not read.
 
-    Raises ModelError, naming the damaged files and how they differ, if there is one.
+    Raises ModelError, naming the damaged files and how they differ, if there is one; and if the folder is unfinished.
     """
     if not mode_of(folder):
         raise ModelError(f"{folder} does not exist: there is nothing to verify", path=str(folder))
     record = ChecksumRecord.read(folder)
+    if record.unfinished:
+        done = f"{len(record.files)} of its files are finished"
+        raise file_error(folder, f"is not whole: {done}; the same tightfit shard command goes on from there")
     damaged = find_damage(folder, record.files, on_bytes)
     if damaged:
         first, how = next(iter(damaged.items()))

@@ -117,7 +117,7 @@ class _FolderWriter:
     ) -> None:
         self._work, self._target = work, target
         self._files = {file.name: file for file in files}
-        self._record = ChecksumRecord(job)
+        self._record = ChecksumRecord(job, unfinished=True)
         self._on_progress = on_progress
         self._done, self._total = 0, sum(file.size for file in files)
         self._kept = (0, 0)
@@ -226,6 +226,9 @@ class _FolderWriter:
     def finish(self) -> None:
         """Give the folder its name."""
         self._delete_others()
+        self._record.unfinished = False
+        with self._on_disk(RECORD_NAME):
+            self._record.write(self._work)
         _sync_folder(self._work)
         whole = self._work.with_name(self._work.name.removesuffix(PART))
         self._work.rename(whole)

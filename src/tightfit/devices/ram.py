@@ -11,15 +11,25 @@ from typing import NamedTuple
 
 import psutil
 
-__all__ = ["GroupMemory", "by_windows", "group_memory", "held_bytes", "pinnable_bytes", "ram_bytes", "ram_free",
-           "ram_limit"]  # fmt: skip
+__all__ = ["GroupMemory", "by_windows", "computer_mark", "group_memory", "held_bytes", "pinnable_bytes", "ram_bytes",
+           "ram_free", "ram_limit"]  # fmt: skip
 
 GROUPS = Path("/sys/fs/cgroup")  # mount point of control groups
 OWN_GROUPS = Path("/proc/self/cgroup")  # lists the control groups of this process
 STATUS = Path("/proc/self/status")
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a computer, another on each computer
 UNLIMITED = 2**62  # bytes from which on a limit of version 1 means that there is none
 # memory that the kernel drops before it refuses any
 _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
+
+
+def computer_mark() -> str:
+    """Text that processes have in common if they share RAM. Host names may be equal on several computers, or differ
+    between containers of one; only systems that name nothing else are told apart by theirs.
+    """
+    with contextlib.suppress(OSError):
+        return BOOT.read_text().strip()
+    return platform.node()
 
 
 class GroupMemory(NamedTuple):

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import io
+import ipaddress
 import os
+import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
-from tightfit.errors import InputError
+import psutil
+
+from tightfit.errors import InputError, RunError
+from tightfit.run.rank_watch import BEGIN, RankWatch, beginning
 
 __all__ = ["ALONE", "LaunchedRank", "launched_rank", "rank_here"]
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+NEWS = 2.0  # seconds in which a rank whose exchange failed hears which other rank has ended
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,11 @@ class LaunchedRank:
     def writes(self) -> bool:
         """Whether it writes files, and says what was done: only the first does."""
         return self.rank == 0
+
+    def speaks_after(self, ended: int | None) -> bool:
+        """Whether it says that the rank `ended` did: of a computer's ranks, the first one that has not ended does."""
+        first_here = self.rank - self.local_rank
+        return self.local_rank == (1 if ended == first_here else 0)
 
     def parallel(self, attention: str | None = None) -> dict[str, Any] | None:
         """Return the `parallel` of `fit`, with this kind of attention (None: the fastest)."""
@@ -54,8 +69,11 @@ class LaunchedRank:
         import torch
         import torch.distributed as dist
 
+        from tightfit.apply.context_parallel.rank_group import backend_errors_named
+
         told = torch.tensor(number)
-        dist.broadcast(told, 0)
+        with backend_errors_named(self.rank):
+            dist.broadcast(told, 0)
         return int(told)
 
 
@@ -71,19 +89,94 @@ def launched_rank() -> Iterator[LaunchedRank]:
         return
     import torch.distributed as dist
 
-    from tightfit.devices.cuda_support import usable_cards
-
     if not dist.is_available():
         raise InputError(f"{own.size} ranks need torch.distributed, which this build of torch lacks", size=own.size)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if usable_cards() and dist.is_nccl_available() else "gloo")
-    with contextlib.nullcontext() if own.writes else contextlib.redirect_stdout(io.StringIO()):
-        yield own
+    watch = RankWatch(own.rank, own.size, own.speaks_after)
+    try:
+        _join(own, watch)
+        with contextlib.nullcontext() if own.writes else contextlib.redirect_stdout(io.StringIO()):
+            yield own
+        watch.finish()
+    except RunError as error:
+        if error.facts.get("ended_by") and "ended" not in error.facts:  # who it was is not known
+            if (failed := watch.wait_for_news(NEWS)) is not None:  # if a rank was killed, this process ends there
+                raise watch.error_of(failed) from error
+            del error.facts["ended_by"]  # it is the first one: it says its error, and the others hear of it
+        watch.tell_failed()
+        raise
+    except BaseException:
+        watch.tell_failed()
+        raise
+    finally:
+        watch.close()
     dist.destroy_process_group()
 
 
-def rank_here() -> int:
-    """Return this process's rank; 0 if torchrun did not start it."""
-    return _of_environment().rank
+def _join(own: LaunchedRank, watch: RankWatch) -> None:
+    """Make the process group of all ranks, which are watched from here on. Raises RunError if one does not begin."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    from tightfit.apply.context_parallel.rank_group import backend_errors_named
+    from tightfit.devices.cuda_support import usable_cards
+
+    missing = f"rank 0 of {own.size}" if own.rank else f"some of {own.size} ranks"
+    with beginning(missing, 0 if own.rank else None):
+        store = _connected_store()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    watch.begin(PrefixStore(f"tightfit/{attempt}", store), store.host)
+    store.set_timeout(dist.default_pg_timeout)
+    _name_interface(store.host)
+    backend = "cpu:gloo,cuda:nccl" if usable_cards() and dist.is_nccl_available() else "gloo"
+    with backend_errors_named(own.rank):
+        dist.init_process_group(backend, store=PrefixStore("default_pg", store), rank=own.rank, world_size=own.size)
+
+
+def _connected_store() -> Any:
+    """Return torch's store of all ranks. RuntimeError where it is not there within BEGIN seconds.
+
+    In a thread: torch 2.13 may take three times its timeout, in which no signal would be handled.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    found: list[Any] = []
+
+    def connect() -> None:
+        try:
+            found.append(next(rendezvous("env://", timeout=timedelta(seconds=BEGIN)))[0])
+        except Exception as error:  # raised below
+            found.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(BEGIN)
+    if not found:
+        raise RuntimeError(f"no store within {BEGIN:.0f} s")
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def _name_interface(address: str) -> None:
+    """Let gloo use the network interface that leads to `address`, unless the user names one, or all is on one computer.
+
+    Gloo would take the one that this computer's own name leads to, which is often that of the computer alone.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] or INTERFACE in os.environ:
+        return
+    with contextlib.suppress(OSError):
+        family, *_, there = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect(there)  # sends nothing
+            own = ipaddress.ip_address(asking.getsockname()[0])
+        for name, addresses in psutil.net_if_addrs().items():
+            if not own.is_loopback and str(own) in (each.address.partition("%")[0] for each in addresses):
+                os.environ[INTERFACE] = name
+
+
+def rank_here() -> LaunchedRank:
+    """Return this process's rank; ALONE if torchrun did not start it, or no other one."""
+    return _of_environment()
 
 
 def _of_environment() -> LaunchedRank:

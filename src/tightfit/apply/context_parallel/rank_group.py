@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from tightfit.devices.ram import computer_mark
 from tightfit.errors import RunError
 
-__all__ = ["ExchangeRates", "RankGroup", "RankGroupPart"]
+__all__ = ["ExchangeRates", "RankGroup", "RankGroupPart", "backend_errors_named"]
 
 
 TRIES, LARGE = 4, 4 * 2**20  # how often an exchange is timed, and the bytes of a large one
@@ -71,7 +72,7 @@ class RankGroup:
     def _join(self) -> None:
         """Make a new group if a rank has none."""
         missing = torch.tensor(int(self._group is None))
-        with _errors_named(self.rank):
+        with backend_errors_named(self.rank):
             dist.all_reduce(missing)
             if missing.item():
                 self._leave()
@@ -110,13 +111,13 @@ class RankGroup:
         requests: list[dist.Work] = []
         self._pending.append(requests)
         try:
-            with _errors_named(self.rank):
+            with backend_errors_named(self.rank):
                 requests += dist.batch_isend_irecv(work) if work else []
         finally:
             work.clear()  # an error that is handled keeps this frame, which must not keep the connections
 
         def wait() -> None:
-            with _errors_named(self.rank):
+            with backend_errors_named(self.rank):
                 while requests:
                     requests.pop(0).wait()
             self._pending.remove(requests)
@@ -126,7 +127,7 @@ class RankGroup:
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the contiguous `tensor` of each rank, in their order; all have the same shape and dtype."""
         found = [torch.empty_like(tensor) for _ in range(self.size)]
-        with _errors_named(self.rank):
+        with backend_errors_named(self.rank):
             dist.all_gather(found, tensor, group=self._group)
         self.bytes_sent += tensor.nbytes * (self.size - 1)
         return found
@@ -139,6 +140,11 @@ class RankGroup:
         sent = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
         found = self.all_gather(sent)
         return [bytes(each[:size].tolist()) for each, size in zip(found, sizes, strict=True)]
+
+    def count_ranks_here(self) -> None:
+        """Set `ranks_here`."""
+        marks = self.all_gather_text(computer_mark())
+        self.ranks_here = marks.count(marks[self.rank])
 
     def all_gather_text(self, text: str) -> list[str]:
         """Return the `text` of each rank."""
@@ -186,7 +192,7 @@ class RankGroup:
 
     def copy_from_first(self, tensor: torch.Tensor) -> None:
         """Fill `tensor` with that of rank 0."""
-        with _errors_named(self.rank):
+        with backend_errors_named(self.rank):
             dist.broadcast(tensor, group=self._group, group_src=0)
         self.bytes_sent += 0 if self.rank else tensor.nbytes * (self.size - 1)
 
@@ -232,7 +238,7 @@ class RankGroupPart(RankGroup):
 
 
 @contextlib.contextmanager
-def _errors_named(rank: int) -> Iterator[None]:
+def backend_errors_named(rank: int) -> Iterator[None]:
     """Turn the backend's errors into RunErrors: another rank is gone, or did not answer within the group's timeout."""
     try:
         yield
