@@ -7,6 +7,7 @@ same; and the report's notes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,19 @@ Trial = dict[str, Any]
 
 
 def run_ranks(
-    size: int, trials: Sequence[Trial], timeout: float = 600, module: str = "context_ranks"
-) -> list[list[Trial]]:
-    """Run the trials of `module` on `size` ranks, and return what each rank printed."""
+    size: int, trials: Sequence[Trial], timeout: float = 600, module: str = "context_ranks", backend: str = "gloo",
+    settings: Mapping[str, str] | None = None,
+) -> list[list[Trial]]:  # fmt: skip
+    """Run the trials of `module` on `size` ranks, and return what each rank printed.
+
+    With a `backend` for cards, each rank has the card of its number. `settings` go into the environment.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", "-m", module]
         ranks = [
             subprocess.Popen(
-                [*command, str(rank), str(size), f"{folder}/store", json.dumps(trials)],
-                cwd=Path(__file__).parent, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
+                [*command, str(rank), str(size), f"{folder}/store", json.dumps(trials), backend],
+                cwd=Path(__file__).parent, env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(settings or {}), text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
             for rank in range(size)
@@ -50,10 +55,26 @@ def main(tried: Callable[[int, Trial], Trial]) -> None:
     import torch.distributed as dist
 
     rank, size, store, trials = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    for trial in trials:
-        print(json.dumps(tried(rank, trial)), flush=True)
-    dist.destroy_process_group()
+    backend = sys.argv[5]
+    with on_card(rank) if "cuda" in backend else contextlib.nullcontext():
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+        for trial in trials:
+            print(json.dumps(tried(rank, trial)), flush=True)
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def on_card(rank: int) -> Iterator[None]:
+    """With that card, exact float32, and numbers where it is one of the stub."""
+    import torch
+
+    from cuda_stub import driver
+    from cuda_stub.compute import computing
+
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    with computing() if driver.loaded() else contextlib.nullcontext():
+        yield
 
 
 def tried(rank: int, trial: Trial) -> Trial:
@@ -72,9 +93,7 @@ def tried(rank: int, trial: Trial) -> Trial:
     request = {ours: asked[name] for ours, name in NAMES.items() if name in asked}
     within = {name: trial[name] for name in ("level", "budget", "plan") if name in trial}
     try:
-        fitted = tightfit.fit(
-            pipe, **within, device=trial.get("device", "loopback"), request=request, parallel=parallel
-        )
+        fitted = tightfit.fit(pipe, **within, device=device_of(rank, trial), request=request, parallel=parallel)
     except tightfit.TightfitError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     if trial.get("unseeded"):
@@ -91,10 +110,13 @@ def tried(rank: int, trial: Trial) -> Trial:
         asked["callback_on_step_end"] = end
     if "fails" in trial:  # a rank's callback, and its process lives on
         return failed(rank, trial, pipe, asked) | {"apart": apart(run(pipe, case), expected)}
+    began = time.time()
     try:
-        found = pipe(**asked)[0].float()
+        found = pipe(**asked)[0].float().cpu()
     except tightfit.TightfitError as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": f"{type(error).__name__}: {error}", "seconds": time.time() - began}
+    if "kept" in trial:
+        torch.save(found, f"{trial['kept']}-{rank}.pt")
     again = run(pipe, case)
     if trial.get("changed"):  # a setting of the network, as adapters' scales are
         return {
@@ -105,8 +127,9 @@ def tried(rank: int, trial: Trial) -> Trial:
     fitted.undo()
     return {
         "apart": apart(found, expected),
-        "same": torch.equal(found, again),
+        "same": torch.equal(found, again.cpu()),
         "undone": torch.equal(run(pipe, case), expected),
+        "counts": counts(),
         "notes": list(report.trace.notes),
         "plan": str(report.plan),
         "predicted": report.plan.predicted_peak(report.plan.device),
@@ -114,8 +137,19 @@ def tried(rank: int, trial: Trial) -> Trial:
     }
 
 
+def counts() -> dict[str, int]:
+    from cuda_stub import driver
+
+    return {name: driver.count(name) for name in ("races", "hazards", "nccl_calls", "nccl_bytes")}
+
+
+def device_of(rank: int, trial: Trial) -> str:
+    device = str(trial.get("device", "loopback"))
+    return f"cuda:{rank}" if device == "cuda" else device
+
+
 def apart(found: Any, expected: Any) -> float:
-    return float((found.float() - expected).abs().max() / expected.abs().max())
+    return float((found.float().cpu() - expected.cpu()).abs().max() / expected.abs().max())
 
 
 def rescaled(pipe: Any, case: Any) -> Any:

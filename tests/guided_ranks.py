@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from context_ranks import NAMES, Trial, apart, main
+from context_ranks import NAMES, Trial, apart, counts, device_of, main
 
 HEIGHTS = (64, 64, 96)
 
@@ -35,7 +35,7 @@ def tried(rank: int, trial: Trial) -> Trial:
     parallel = {"context": dist.get_world_size() // 2, "cfg": 2, "attention": trial.get("attention", "auto")}
     usual = case.call()
     request = {ours: usual[name] for ours, name in NAMES.items() if name in usual}
-    fitted = tightfit.fit(pipe, **within, device="loopback", request=request, parallel=parallel)
+    fitted = tightfit.fit(pipe, **within, device=device_of(rank, trial), request=request, parallel=parallel)
     if "reads" in trial:
         called(single, READERS[trial["reads"]])
     if "reads" in trial and trial.get("reader", rank) == rank:
@@ -46,7 +46,7 @@ def tried(rank: int, trial: Trial) -> Trial:
         if trial.get("fails") == rank:
             asked["callback_on_step_end"] = fail
         try:
-            found.append(pipe(**asked)[0].float())
+            found.append(pipe(**asked)[0].float().cpu())
         except Exception as error:
             ended = {"error": f"{type(error).__name__}: {error}"}
             return ended if "reads" in trial else ended | {"apart": apart(run(pipe, case), before)}
@@ -58,6 +58,7 @@ def tried(rank: int, trial: Trial) -> Trial:
         "apart": max(map(apart, found, expected)),
         "pictures": [hashlib.sha256(picture.numpy().tobytes()).hexdigest() for picture in found],
         "notes": said,
+        "counts": counts(),
         "undone": "counts" in trial or bool((run(pipe, case) == before).all()),
         "plan": str(report.plan),
         "predicted": report.plan.predicted_peak(report.plan.device),

@@ -19,11 +19,12 @@ make_one() { # soname, source written by hand, what it is linked with
 make_one libcudart.so.13 "$here/core.cpp" -ldl
 cd "$out"
 for name in libcuda.so.1 libnvidia-ml.so.1 libcusolver.so.12 libcusparse.so.12 libcusparseLt.so.0 libcurand.so.10 \
-    libcufile.so.0 libnccl.so.2 libnvrtc.so.13 libnvshmem_host.so.3; do
+    libcufile.so.0 libnvrtc.so.13 libnvshmem_host.so.3; do
     make_one $name "" ./libcudart.so.13
 done
 make_one libcublas.so.13 "$here/cublas.cpp" ./libcudart.so.13
 make_one libcublasLt.so.13 "$here/cublaslt.cpp" ./libcudart.so.13
 make_one libcufft.so.12 "$here/cufft.cpp" ./libcudart.so.13
+make_one libnccl.so.2 "$here/nccl.cpp" ./libcudart.so.13
 make_one libcudnn.so.9 "$here/cudnn.cpp" ./libcudart.so.13
 ls "$out"/*.so.* | grep -v "\.gen\|\.map" | tr '\n' ':' | sed 's/:$//' > "$out/preload"

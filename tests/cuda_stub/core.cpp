@@ -11,6 +11,8 @@
 #include <unistd.h>
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -21,6 +23,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 #define API extern "C" __attribute__((visibility("default")))
@@ -56,9 +59,30 @@ static long long& setting(const std::string& name) {
   return settings()[name] = number(variable.c_str(), 0);
 }
 
-using Lock = std::lock_guard<std::recursive_mutex>;
-static std::recursive_mutex& mutex() { static auto* it = new std::recursive_mutex; return *it; }
+// One lock for everything. Who waits for another process gives it up meanwhile, however often it was taken.
+class Monitor {
+  std::recursive_mutex own;
+  std::condition_variable_any changed;
+  static thread_local int depth;
+  struct Whole {
+    Monitor& of; int depth;
+    void unlock() { for (int n = 0; n < depth; n++) of.unlock(); }
+    void lock() { for (int n = 0; n < depth; n++) of.lock(); }
+  };
+ public:
+  void lock() { own.lock(); ++depth; }
+  void unlock() { --depth; own.unlock(); }
+  void wait() { Whole whole{*this, depth}; changed.wait_for(whole, std::chrono::milliseconds(100)); }
+  void notify() { changed.notify_all(); }
+};
+thread_local int Monitor::depth = 0;
+using Lock = std::lock_guard<Monitor>;
+static Monitor& mutex() { static auto* it = new Monitor; return *it; }
 #define LOCK Lock lock_(mutex())
+API void stub_lock() { mutex().lock(); }
+API void stub_unlock() { mutex().unlock(); }
+API void stub_wait() { mutex().wait(); }  // with the lock: until something has changed, or for a while
+API void stub_changed() { mutex().notify(); }
 
 // ---- counters ------------------------------------------------------------------------------------------------------
 static std::map<std::string, long long>& counts() { static auto* it = new std::map<std::string, long long>; return *it; }
@@ -85,6 +109,7 @@ API void stub_unknown(const char* name) {  // a generated stub was called for th
   log("generated %s\n", name);
   if (getenv("STUB_VERBOSE")) fprintf(stderr, "stub: generated stub of %s is called\n", name);
 }
+API void stub_hazard(const char* text) { LOCK; hazard("%s", text); }
 API void stub_count(const char* name, long long by) { LOCK; count(name, by); log("%s %lld\n", name, by); }
 static bool fails(const std::string& call) {  // whether this call is the one that is to fail
   auto &left = setting("fail_" + call), &times = setting("fail_" + call + "_times");
@@ -131,7 +156,7 @@ API const char* cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(
 
 // ---- streams and events ----------------------------------------------------------------------------------------------
 struct Stream;
-enum Kind { COPY, STAGED, SET, WAIT, CALL };
+enum Kind { COPY, STAGED, SET, WAIT, CALL, EXCHANGE };  // EXCHANGE: a call that waits for other processes
 struct Work {  // what is not done yet; kernels are only a number in the order
   unsigned long long at;
   Kind kind;
@@ -139,17 +164,21 @@ struct Work {  // what is not done yet; kernels are only a number in the order
   Stream* other; unsigned long long upto;
   void (*call)(void*);
 };
+struct Patience { unsigned long long upto = 0; std::chrono::steady_clock::time_point since; bool over = false; };
 struct Stream {
   int number, card; unsigned flags; int priority;
   unsigned long long given = 0, done = 0;
   std::deque<Work> work;
+  Patience patience;
+  bool busy = false;  // a thread does the first work, and may have given up the lock
   std::map<int, unsigned long long> knows;  // of each stream, how far it is surely done when this one goes on
   double time = 0;  // seconds on its own clock: copies at STUB_LINK bytes a second, kernels 5 us each
 };
-struct Event { std::map<int, unsigned long long> knows; int number; Stream* stream; unsigned long long at; int asked; unsigned flags; double when; int card; };
+struct Event { std::map<int, unsigned long long> knows; int number; Stream* stream; unsigned long long at; int asked; unsigned flags; double when; int card; Patience patience; };
 static std::set<Stream*>& streams() { static auto* it = new std::set<Stream*>; return *it; }
 static int stream_count = 0, event_count = 0;
 static thread_local int card = 0;
+static thread_local bool acts = false;  // this thread gives work: others, such as watchdogs, teach the host nothing
 static std::set<int>& used_cards() { static auto* it = new std::set<int>; return *it; }
 
 static Stream* new_stream(unsigned flags, int priority) {
@@ -226,23 +255,43 @@ static void move(void* target, const void* source, size_t bytes) {  // host memo
 }
 static void drain(Stream* stream, unsigned long long upto) {
   while (!stream->work.empty() && stream->work.front().at <= upto) {
+    if (stream->busy) { mutex().wait(); continue; }
     Work it = stream->work.front();
-    stream->work.pop_front();
+    stream->busy = true;
     if (it.kind == WAIT) drain(it.other, it.upto);
     if (it.kind == COPY && it.target != it.source) move(it.target, it.source, it.bytes);
     if (it.kind == STAGED) { memmove(it.target, it.source, it.bytes); free((void*)it.source); }
     if (it.kind == SET) memset(it.target, it.value, it.bytes);
-    if (it.kind == CALL) it.call(it.target);
+    if (it.kind == CALL || it.kind == EXCHANGE) it.call(it.target);
+    stream->work.pop_front();
+    stream->busy = false;
+    stream->done = std::max(stream->done, it.at);
+    if (it.kind == WAIT || it.kind == EXCHANGE) mutex().notify();
   }
   stream->done = std::max(stream->done, upto);
 }
+static bool exchanges(Stream* stream, unsigned long long upto, int depth = 0) {  // whether it waits for other processes
+  for (auto& it : stream->work) {
+    if (it.at > upto) break;
+    if (it.kind == EXCHANGE || (it.kind == WAIT && depth < 4 && exchanges(it.other, it.upto, depth + 1))) return true;
+  }
+  return false;
+}
+static bool ripe(Patience& it, unsigned long long upto) {  // whether somebody has asked for this for a second: once
+  auto now = std::chrono::steady_clock::now();
+  if (it.upto != upto) it = {upto, now, false};
+  if (it.over || now - it.since < std::chrono::seconds(1)) return false;
+  return it.over = true;
+}
+static void drain_aside(Stream* stream, unsigned long long upto) { std::thread([=] { LOCK; drain(stream, upto); }).detach(); }
 static void give(Stream* stream, Work work) {
+  acts = true;
   if (RACES) learn(stream->knows, host_knows);
   work.at = ++stream->given;
   stream->work.push_back(work);
-  if (!LATE) drain(stream, stream->given);
+  if (!LATE && work.kind != EXCHANGE) drain(stream, stream->given);
 }
-static void step(Stream* stream) { if (RACES) learn(stream->knows, host_knows); stream->time += 5e-6; ++stream->given; if (!LATE) stream->done = stream->given; }
+static void step(Stream* stream) { acts = true; if (RACES) learn(stream->knows, host_knows); stream->time += 5e-6; ++stream->given; if (!LATE && stream->work.empty()) stream->done = stream->given; }
 static void legacy(Stream* stream) {  // the default stream and blocking streams wait for each other
   static std::vector<Stream*> blocking;
   if (!LATE || (stream->flags & cudaStreamNonBlocking)) return;
@@ -277,6 +326,10 @@ API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 API cudaError_t cudaStreamQuery(cudaStream_t handle) {
   LOCK; auto* it = of(handle); static int asked;
   if (it->done >= it->given) return cudaSuccess;
+  if (exchanges(it, it->given)) {
+    if (ripe(it->patience, it->given)) drain_aside(it, it->given);
+    return fail(cudaErrorNotReady);
+  }
   if (++asked % std::max(LATE, 1LL) == 0) { drain(it, it->given); return cudaSuccess; }
   return fail(cudaErrorNotReady); }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned) {
@@ -295,12 +348,12 @@ API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode)
 API cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return fail(cudaErrorNotSupported); }
 API cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) { return fail(cudaErrorNotSupported); }
 API cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t, cudaGraph_t, const cudaGraphNode_t*, const cudaGraphEdgeData*, size_t, cudaStreamCaptureMode) { return fail(cudaErrorNotSupported); }
-API cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t call, void* data, unsigned) { drain(of(handle), of(handle)->given); call(handle, cudaSuccess, data); return cudaSuccess; }
+API cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t call, void* data, unsigned) { { LOCK; drain(of(handle), of(handle)->given); } call(handle, cudaSuccess, data); return cudaSuccess; }
 API cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t call, void* data) {
   LOCK; give(of(handle), {0, CALL, data, 0, 0, 0, 0, 0, call}); return cudaSuccess; }
 
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned flags) {
-  LOCK; *out = (cudaEvent_t) new Event{{}, event_count++, nullptr, 0, 0, flags, 0, card}; used_cards().insert(card); return cudaSuccess; }
+  LOCK; *out = (cudaEvent_t) new Event{{}, event_count++, nullptr, 0, 0, flags, 0, card, {}}; used_cards().insert(card); return cudaSuccess; }
 API cudaError_t cudaEventCreate(cudaEvent_t* out) { return cudaEventCreateWithFlags(out, 0); }
 API cudaError_t cudaEventDestroy(cudaEvent_t event) { LOCK; delete (Event*)event; return cudaSuccess; }
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t handle, unsigned) {
@@ -311,7 +364,11 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t handle,
 API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) { return cudaEventRecordWithFlags(event, handle, 0); }
 API cudaError_t cudaEventQuery(cudaEvent_t event) {
   LOCK; auto* e = (Event*)event; count("event_queries");
-  if (!e->stream || e->stream->done >= e->at) { if (RACES) learn(host_knows, e->knows); return cudaSuccess; }
+  if (!e->stream || e->stream->done >= e->at) { if (RACES && acts) learn(host_knows, e->knows); return cudaSuccess; }
+  if (exchanges(e->stream, e->at)) {
+    if (ripe(e->patience, e->at)) drain_aside(e->stream, e->at);
+    return fail(cudaErrorNotReady);
+  }
   if (++e->asked >= LATE) { drain(e->stream, e->at); if (RACES) learn(host_knows, e->knows); return cudaSuccess; }
   return fail(cudaErrorNotReady); }
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -321,6 +378,12 @@ API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) {
   if (!x->stream || !y->stream || (x->flags & cudaEventDisableTiming) || (y->flags & cudaEventDisableTiming)) return fail(cudaErrorInvalidResourceHandle);
   if (x->stream->done < x->at || y->stream->done < y->at) return fail(cudaErrorNotReady);
   *ms = std::max(1e-3, (y->when - x->when) * 1e3); return cudaSuccess; }
+// What other processes take part in, for nccl.cpp: `call` is done when this stream gets there. Returns where that is.
+API unsigned long long stub_exchange(void* handle, void** stream, double seconds, void (*call)(void*), void* data) {
+  LOCK; auto* it = of((cudaStream_t)handle); used_cards().insert(card);
+  legacy(it); it->time += seconds; give(it, {0, EXCHANGE, data, 0, 0, 0, 0, 0, call});
+  *stream = it; return it->given; }
+API void stub_drain(void* stream, unsigned long long upto) { LOCK; drain((Stream*)stream, upto); }
 API void stub_upto(void* handle) { LOCK; auto* it = of((cudaStream_t)handle); drain(it, it->given); }  // only what this stream has waited for
 
 // ---- memory ----------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ BY_HAND = {
     "libcublasLt.so.13": "cublaslt.cpp",
     "libcudnn.so.9": "cudnn.cpp",
     "libcufft.so.12": "cufft.cpp",
+    "libnccl.so.2": "nccl.cpp",
 }
 ASKED_BY_NAME = {  # at run time
     "libcuda.so.1": """

@@ -11,12 +11,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from tightfit.apply.context_parallel.rank_watch import CallWatch, abort_nccl, new_call_group, watch_of_default_group
 from tightfit.devices.ram import computer_mark
 from tightfit.errors import RunError
 
 __all__ = ["ExchangeRates", "RankGroup", "RankGroupPart", "backend_errors_named"]
 
 
+CONFIRMED = 7.0  # what ranks send each other's cards at the end of a call
 TRIES, LARGE = 4, 4 * 2**20  # how often an exchange is timed, and the bytes of a large one
 
 
@@ -44,6 +46,8 @@ class RankGroup:
         self._calling = False
         self._pending: list[list[dist.Work]] = []  # sends and receives that were started and not waited for
         self._parts: list[RankGroupPart] = []
+        self._watch: CallWatch | None = None
+        self._sent_from: torch.device | None = None  # from which something was sent in this call
 
     def part(self, partition: Sequence[Sequence[int]]) -> RankGroupPart:
         """Return the group of the ranks in that element of `partition` which has this one; numbered from 0.
@@ -63,6 +67,8 @@ class RankGroup:
         self._calling = True
         try:
             yield
+            for group in (self, *self._parts):
+                group.confirm()
         except BaseException:
             self._leave()
             raise
@@ -76,12 +82,42 @@ class RankGroup:
             dist.all_reduce(missing)
             if missing.item():
                 self._leave()
-                self._group = dist.new_group(timeout=_default_timeout())
+                self._watch = watch_of_default_group(self.all_gather_text)
+                self._group = new_call_group(None, _default_timeout())
                 for part in self._parts:
-                    part.join()
+                    part.join(self._watch)
+                if self._watch is not None:
+                    groups = (group._group for group in (self, *self._parts))
+                    self._watch.begin([group for group in groups if group is not None])
+
+    def confirm(self) -> None:
+        """Wait until the card has sent and received everything; raises RunError if that was aborted.
+
+        Without it a call could end before its card has received what another rank never sends.
+        """
+        card, self._sent_from = self._sent_from, None
+        if card is None or self._watch is None:
+            return
+        own = torch.full((1,), CONFIRMED, device=card)
+        found = [torch.zeros_like(own) for _ in range(self.size)]
+        with self._errors():
+            dist.all_gather(found, own, group=self._group)
+        same = all(its.item() == CONFIRMED for its in found)
+        with self._errors():
+            if not same:
+                raise RuntimeError("its card's communicator was aborted")
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        watched = contextlib.nullcontext() if self._watch is None else self._watch.starting(self._group)
+        with backend_errors_named(self.rank), watched:
+            yield
 
     def _leave(self) -> None:
         """Close the connections of the group: they are closed when nothing refers to them any more."""
+        self._sent_from = None
+        if self._watch is not None and self._group is not None:
+            self._watch.leave()
         for part in self._parts:
             part.leave()
         for requests in self._pending:
@@ -89,6 +125,7 @@ class RankGroup:
         self._pending.clear()
         if self._group is not None:
             group, self._group = self._group, None
+            abort_nccl(group)
             dist.destroy_process_group(group)
 
     def exchange(self, sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -111,13 +148,13 @@ class RankGroup:
         requests: list[dist.Work] = []
         self._pending.append(requests)
         try:
-            with backend_errors_named(self.rank):
+            with self._errors():
                 requests += dist.batch_isend_irecv(work) if work else []
         finally:
             work.clear()  # an error that is handled keeps this frame, which must not keep the connections
 
         def wait() -> None:
-            with backend_errors_named(self.rank):
+            with self._errors():
                 while requests:
                     requests.pop(0).wait()
             self._pending.remove(requests)
@@ -127,8 +164,10 @@ class RankGroup:
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the contiguous `tensor` of each rank, in their order; all have the same shape and dtype."""
         found = [torch.empty_like(tensor) for _ in range(self.size)]
-        with backend_errors_named(self.rank):
+        with self._errors():
             dist.all_gather(found, tensor, group=self._group)
+        if tensor.device.type == "cuda":
+            self._sent_from = tensor.device
         self.bytes_sent += tensor.nbytes * (self.size - 1)
         return found
 
@@ -172,6 +211,7 @@ class RankGroup:
         own = self._sums(tensors)
         for rank, its in enumerate(self.all_gather(own)):
             if not self.are_same(its, own):
+                self.confirm()  # all ranks are here: each has seen that one differs
                 raise RunError(
                     f"{name}: rank {rank} {did} than rank {self.rank}: "
                     "give every rank the same arguments, and a generator with the same seed",
@@ -192,7 +232,7 @@ class RankGroup:
 
     def copy_from_first(self, tensor: torch.Tensor) -> None:
         """Fill `tensor` with that of rank 0."""
-        with backend_errors_named(self.rank):
+        with self._errors():
             dist.broadcast(tensor, group=self._group, group_src=0)
         self.bytes_sent += 0 if self.rank else tensor.nbytes * (self.size - 1)
 
@@ -219,21 +259,25 @@ class RankGroupPart(RankGroup):
         self._group: dist.ProcessGroup | None = None
         self._pending: list[list[dist.Work]] = []
         self._parts: list[RankGroupPart] = []
+        self._watch: CallWatch | None = None
+        self._sent_from: torch.device | None = None
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         with self._whole.call():
             yield
 
-    def join(self) -> None:
-        """Make the process groups of all parts, as all ranks do together."""
+    def join(self, watch: CallWatch | None) -> None:
+        """Make the process groups of all parts, as all ranks do together; `watch` is over them."""
+        self._watch = watch
         for ranks in self._partition:
-            group = dist.new_group(list(ranks), timeout=_default_timeout())
+            group = new_call_group(list(ranks), _default_timeout())
             if ranks is self._own:
                 self._group = group
 
     def leave(self) -> None:
         """Close the connections of this part's process group."""
+        self._watch = None  # the whole group tells the other ranks
         self._leave()
 
 
