@@ -179,8 +179,8 @@ STORED = ComponentPlan(
     cfg="batched",
     ffn_chunk=2**20,
     attention="chunked",
-    cache=CACHE,
 )
+STEPS_KEPT = ComponentPlan(cache=CACHE)
 TRACED = ComponentPlan(exported="unet.trace", compiled=True)
 STINT = ComponentRun(component="vae", method="decode", runs=2, unused_blocks=("encoder", "quant_conv"), prefetch=2**20)
 FORECAST = PhaseForecast(name="denoise", seconds=1.5, peak_bytes=68, other_devices={"cuda:0": 7})
@@ -214,8 +214,8 @@ PREDICTION = Prediction(
 )  # fmt: skip
 EXAMPLES = [
     REQUEST, BUDGET, BUDGETS, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, LEG, WAY, STRETCH, VARIANT,
-    FOOTPRINT, REASON, VAE, PART, CACHE, SERIES, MAGNITUDES, ATTENTION_KEPT, STORED, TRACED, STINT, FORECAST,
-    DEVICE_MAP, PLAN, SAMPLE, PHASE, CACHED, TRACE, LIVED,
+    FOOTPRINT, REASON, VAE, PART, CACHE, SERIES, MAGNITUDES, ATTENTION_KEPT, STORED, STEPS_KEPT, TRACED, STINT,
+    FORECAST, DEVICE_MAP, PLAN, SAMPLE, PHASE, CACHED, TRACE, LIVED,
     EXPERIENCE, PREDICTION,
 ]  # fmt: skip
 

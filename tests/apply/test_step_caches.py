@@ -316,7 +316,7 @@ def test_a_budget_with_a_cache_is_kept() -> None:
         ("Flux", {"strategy": "first-blok"}, "did you mean 'first-block'"),
         ("Flux", {"strategy": "static", "threshold": 0.1}, "threshold=0.1 means nothing for strategy=static"),
         ("Flux", {"strategy": "magcache"}, "needs magnitudes"),
-        ("Flux", {"strategy": "static", "skipped_steps": (0,)}, "step 0 cannot be skipped"),
+        ("Flux", {"strategy": "static", "skipped_steps": (0,)}, "step 0 has nothing to reuse"),
         ("Flux", {"strategy": "dual-block", "first_blocks": 99}, "leaves none of the"),
         ("Flux", {"strategy": "text-kv", "keep_on": "host"}, "keep_on=host means nothing"),
         ("StableDiffusion", {"strategy": "teacache"}, "teacache is for transformers"),

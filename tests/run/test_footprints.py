@@ -260,7 +260,7 @@ def test_the_answer_is_kept_under_all_it_depends_on(monkeypatch: pytest.MonkeyPa
     def once() -> Any:
         return measure(*asked[0])
 
-    monkeypatch.setattr(footprints, "_measure_call", lambda *a: [asked.append(a), once()][1])
+    monkeypatch.setattr(footprints, "_measure_call", lambda *a, **_: [asked.append(a), once()][1])
     request = {"steps": 2, "height": 64, "width": 64}
     make = named("StableDiffusion").make
     first = measure_footprint(make(), request)

@@ -89,7 +89,7 @@ def limits_for(
 def _limits(budget: Budget | None, allow: Sequence[str], cache: StepCache | Mapping[str, Any] | str | None) -> Limits:
     if "step-cache" in allow and cache is None:
         raise PlanError(
-            "allow=step-cache: the planner does not choose one by itself, as none was calibrated: "
+            f"allow={', '.join(allow)}: the planner does not choose a step cache by itself, as none was calibrated: "
             "name one, e.g. cache=first-block"
         )
     if cache is not None and budget is not None and budget.devices:

@@ -134,8 +134,8 @@ class StepCache(Record):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         kind = self.kind
-        given = {name for name in self.model_fields_set if getattr(self, name) is not None}
-        if without := sorted(given - kind.fields):
+        given = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+        if without := sorted(given - kind.fields - {"strategy"}):
             allowed = ", ".join(sorted(kind.fields - {"strategy"})) or "no other field"
             raise PlanError(
                 f"{without[0]}={getattr(self, without[0])} means nothing for strategy={self.strategy}, "
@@ -149,7 +149,9 @@ class StepCache(Record):
                 field="magnitudes",
             )
         if self.skipped_steps is not None and 0 in self.skipped_steps:
-            raise PlanError("skipped_steps: step 0 cannot be skipped, as nothing is kept before it", given="0")
+            raise PlanError(
+                f"skipped_steps={list(self.skipped_steps)}: step 0 has nothing to reuse, and cannot be skipped"
+            )
         return self
 
     @classmethod

@@ -102,9 +102,8 @@ class RankGroup:
         found = [torch.zeros_like(own) for _ in range(self.size)]
         with self._errors():
             dist.all_gather(found, own, group=self._group)
-        same = all(its.item() == CONFIRMED for its in found)
-        with self._errors():
-            if not same:
+        if any(its.item() != CONFIRMED for its in found):
+            with self._errors():
                 raise RuntimeError("its card's communicator was aborted")
 
     @contextlib.contextmanager
@@ -291,9 +290,8 @@ def backend_errors_named(rank: int) -> Iterator[None]:
     except RuntimeError as error:
         said = next(iter(str(error).strip().splitlines()), "")
         message = f"rank {rank}: another rank ended or does not answer: {said:.200}"
-        raise RunError(message, rank=rank, ended_by="another rank") from error.with_traceback(
-            None
-        )  # its frames would keep the connections
+        bare = error.with_traceback(None)  # its frames would keep the connections
+        raise RunError(message, rank=rank, ended_by="another rank") from bare
 
 
 def _default_timeout() -> timedelta | None:
