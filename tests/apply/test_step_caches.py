@@ -81,6 +81,7 @@ def test_nothing_changes_where_no_step_is_skipped(family: str, strategy: str) ->
     fitted = fit(pipe, settings(strategy, **more))
     assert torch.equal(draw(pipe, case), wanted)
     assert not kept(fitted).skipped_steps
+    assert fitted.report().lossless
     fitted.undo()
     assert torch.equal(draw(pipe, case), wanted)
 
@@ -304,6 +305,9 @@ def test_a_budget_with_a_cache_is_kept() -> None:
         draw(pipe, case)
         assert fitted.plan.components["transformer"].cache == StepCache(strategy="first-block", threshold=0.3)
         assert kept(fitted).skipped_steps
+        skipped = kept(fitted).skipped_steps
+        said = f"{len(skipped)} of {STEPS} steps skipped ({', '.join(map(str, skipped))})"
+        assert said in str(fitted.report())
         assert fitted.report().trace.lossy == ("step-cache: first-block in transformer",)
 
 

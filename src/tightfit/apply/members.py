@@ -57,7 +57,8 @@ class Members:
         self._cache_steps(name, module, device, undo)
         role, original, session = find_role(name, module), type(module), self.session
         plan, calls, host = self.plan.components.get(name, ComponentPlan()), self.calls, self.device
-        lossy, recorder, manager = plan.lossy(name), self.handle.recorder.of(device.name), self.places.of(name)
+        lossy = plan.model_copy(update={"cache": None}).lossy(name)  # a step cache says itself whether it was
+        recorder, manager = self.handle.recorder.of(device.name), self.places.of(name)
         dispatcher = AttentionDispatcher(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
         attention = attention_layers(module)
         direct = DirectCalls(self.handle, calls, host, name, role)
@@ -134,7 +135,7 @@ class Members:
 
         cache = ComponentCache(
             name, module, settings, device, steps,
-            lambda modules: self.places.leave_out(name, tuple(modules)), handle.recorder.of(device.name).note,
+            lambda modules: self.places.leave_out(name, tuple(modules)), handle.recorder.of(device.name),
         )  # fmt: skip
         cache.attach(module, undo.callback)
         self.session.caches[name] = cache

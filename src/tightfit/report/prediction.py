@@ -42,6 +42,7 @@ def describe(prediction: Prediction, *, verbose: bool = False) -> str:
             *_elsewhere(prediction),
             "",
             *(_in_words(plan, verbose) if plan.forecast else _by_fields(plan, verbose)),
+            *(f"step cache: {cache.described}" for cache in trace.caches),
             *(f"note: {note}" for note in trace.notes),
         ]
     )

@@ -40,6 +40,7 @@ class Report:
                 "rss_peak_bytes": trace.rss_peak_bytes,
             },
             "phases": [_phase_mapping(phase) for phase in trace.phases],
+            "caches": [cache.to_mapping() for cache in trace.caches],
             "lossy": list(trace.lossy),
             "notes": list(trace.notes),
             "plan": self.plan.to_mapping(),
@@ -63,6 +64,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [self._headline(), "", *_table(self.trace.phases), "", self._quality(), *self._budget()]
+        lines += [f"step cache: {cache.described}" for cache in self.trace.caches]
         lines += [f"note: {_one_line(note)}" for note in self.trace.notes]
         lines += [f"because: {_one_line(f'{why.decision}: {why.because}')}" for why in self.plan.reasons]
         return "\n".join(lines)

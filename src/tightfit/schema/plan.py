@@ -181,9 +181,8 @@ class ComponentPlan(Record):
         """Return what may change the numbers of the component `name`, each named by its technique."""
         stored = [f"{self.technique}: {name} is stored in {self.storage}"] if self.technique else []
         backend = BACKENDS.get(self.attention)
-        if self.cache is not None and not self.cache.lossless:
-            stored.append(f"step-cache: {self.cache.strategy} in {name}")
-        return stored + ([f"{backend.technique}: attention of {name}"] if backend and backend.technique else [])
+        attention = [f"{backend.technique}: attention of {name}"] if backend and backend.technique else []
+        return stored + attention + ([] if self.cache is None else self.cache.lossy(name))
 
     @property
     def described(self) -> str:

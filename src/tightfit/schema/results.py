@@ -61,6 +61,16 @@ class CacheTrace(Record):
     host_bytes: Count = 0  # most bytes that it kept in host memory
     loaded_in_vain: Count = 0  # bytes of weights that were on their way when it was decided not to run their layers
 
+    @property
+    def described(self) -> str:
+        """What it skipped and kept, as a sentence."""
+        skipped = ", ".join(map(str, self.skipped_steps))
+        text = f"{self.component} with {self.strategy}: {len(self.skipped_steps)} of {self.steps} steps skipped"
+        text += f" ({skipped})" if skipped else ""
+        text += f", {format_bytes(self.device_bytes)} kept on the device" if self.device_bytes else ""
+        text += f", {format_bytes(self.host_bytes)} in host memory" if self.host_bytes else ""
+        return text + (f", {format_bytes(self.loaded_in_vain)} loaded in vain" if self.loaded_in_vain else "")
+
 
 class Trace(Record):
     """Measurements of one pipeline call."""

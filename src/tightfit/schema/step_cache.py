@@ -177,6 +177,10 @@ class StepCache(Record):
     def lossless(self) -> bool:
         return self.kind.lossless
 
+    def lossy(self, name: str) -> list[str]:
+        """Return what may change the numbers of the component `name`, named by its technique."""
+        return [] if self.lossless else [f"step-cache: {self.strategy} in {name}"]
+
     def value(self, name: str) -> Any:
         """Return the value of the field `name`, with the strategy's own in place of None."""
         own = getattr(self, name)

@@ -25,6 +25,7 @@ from tightfit.devices.device import Device
 from tightfit.devices.pinned_pool import ActivationHostPool
 from tightfit.errors import PlanError
 from tightfit.measure.modules import compiled_around, has_skips
+from tightfit.measure.recorder import Recorder
 from tightfit.schema.results import CacheTrace
 from tightfit.schema.step_cache import StepCache
 
@@ -45,15 +46,14 @@ class ComponentCache:
         device: Device,
         steps: Callable[[], int | None],
         leave_out: Callable[[Iterable[nn.Module]], int],
-        note: Callable[[str], object],
+        recorder: Recorder,
     ) -> None:
         """`steps` returns how many steps a call takes, None if unknown; `leave_out` is called with the modules that
-        the call in progress will not run, and returns the bytes that were loaded for them; `note` is called with
-        sentences for the report. Raises PlanError.
+        the call in progress will not run, and returns the bytes that were loaded for them. Raises PlanError.
         """
         if network._compiled_call_impl is not None:
             raise PlanError(f"cache={settings.strategy}: {name} is compiled as a whole, and has no blocks to leave out")
-        self._name, self._settings, self._note = name, settings, note
+        self._name, self._settings, self._recorder = name, settings, recorder
         pool = ActivationHostPool(device) if settings.keep_on == "host" and device.separate else None
         self._pool, self._leaves_out = pool, leave_out
         self.modules, self._make = self._parts(network)
@@ -62,7 +62,6 @@ class ComponentCache:
         self._forwards = 0  # forward passes in it
         self._branches: dict[Hashable, BranchCache] = {}
         self._now: BranchCache | None = None
-        self._foreseen: tuple[Hashable, bool | None] | None = None  # of the forward pass that is about to begin
         self._skipped: set[int] = set()
         self.on_leave_out: Callable[[], object] = lambda: None  # is called when modules are left out
         self._in_vain = 0  # bytes of weights that were on the device, or on their way, when they were left out
@@ -123,6 +122,8 @@ class ComponentCache:
         if (context := getattr(type(network), "cache_context", None)) is not None:
             members["cache_context"] = self._context(context)
         undo(override_class_members(network, **members))
+        if self._pool is not None:
+            undo(self._pool.close)
         undo(self.clear)
 
     def _watched(self, network: nn.Module) -> list[tuple[nn.Module, Callable[..., None]]]:
@@ -151,7 +152,7 @@ class ComponentCache:
         self._branches.clear()
         self._counter.clear()
         self._counter.context = None
-        self._now = self._place = self._foreseen = None
+        self._now = self._place = None
 
     def begin_call(self) -> None:
         """Begin a call of the pipeline."""
@@ -185,7 +186,7 @@ class ComponentCache:
             try:
                 return work(network, *args, **kwargs)
             finally:
-                self._place = self._foreseen = None
+                self._place = None
 
         return run
 
@@ -253,7 +254,7 @@ class ComponentCache:
         finally:
             self._now = None
         if branch.failed is not None:
-            self._note(f"{self._name}: no step is skipped, as {branch.failed}")
+            self._recorder.note(f"{self._name}: no step is skipped, as {branch.failed}")
         self._note_call(branch, place)
         return output
 
@@ -261,6 +262,8 @@ class ComponentCache:
         """Note what is kept now, and forget it after the last step: what follows needs the memory."""
         if branch.skipped_last and not self._settings.lossless:
             self._skipped.add(place.step)
+            for what in self._settings.lossy(self._name):
+                self._recorder.lossy(what)
         kept = self._branches.values()
         sizes = sum(each.device_bytes for each in kept), sum(each.host_bytes for each in kept)
         self._peaks = [max(pair) for pair in zip(self._peaks, sizes, strict=True)]
