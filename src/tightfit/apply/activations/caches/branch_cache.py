@@ -94,6 +94,11 @@ class BranchCache(ABC):
         self.condition.note(call, None, skipped=skips)
         self.skipped_last = skips
 
+    def forget(self) -> None:
+        """Free what is kept."""
+        for kept in self.kept:
+            kept.clear()
+
     @property
     def _compares(self) -> bool:
         return self.settings.kind.decides in ("first blocks", "modulated input", "output rate")

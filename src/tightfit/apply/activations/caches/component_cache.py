@@ -149,7 +149,7 @@ class ComponentCache:
 
     def clear(self) -> None:
         """Forget everything: a call of the pipeline begins or ends."""
-        self._branches.clear()
+        self._forget(list(self._branches))
         self._counter.clear()
         self._counter.context = None
         self._now = self._place = None
@@ -226,8 +226,7 @@ class ComponentCache:
             key = self._key(args, kwargs)
             self._forwards += 1
             if key not in self._branches:
-                for other in [other for other in self._branches if other[:2] == key[:2]]:  # type: ignore[index]
-                    del self._branches[other]
+                self._forget([other for other in self._branches if other[:2] == key[:2]])  # type: ignore[index]
                 self._branches[key] = self._make()
             branch = self._branches[key]
             return self._within(branch, place, functools.partial(work, network), network, args, kwargs)
@@ -249,7 +248,7 @@ class ComponentCache:
                 output = work(*args, **kwargs)
             branch.end()
         except BaseException:
-            self._branches.clear()  # what is kept may be of half a call
+            self._forget(list(self._branches))  # what is kept may be of half a call
             raise
         finally:
             self._now = None
@@ -268,7 +267,11 @@ class ComponentCache:
         sizes = sum(each.device_bytes for each in kept), sum(each.host_bytes for each in kept)
         self._peaks = [max(pair) for pair in zip(self._peaks, sizes, strict=True)]
         if place.steps is not None and place.step >= place.steps - 1:
-            self._branches = {key: kept for key, kept in self._branches.items() if kept is not branch}
+            self._forget([key for key, kept in self._branches.items() if kept is branch])
+
+    def _forget(self, keys: Iterable[Hashable]) -> None:
+        for key in keys:
+            self._branches.pop(key).forget()
 
     def _context(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return diffusers' `cache_context`, which also says here which prediction the calls within are."""

@@ -44,6 +44,9 @@ class KeptTensors:
         return itertools.chain.from_iterable(self._factors)
 
     def clear(self) -> None:
+        """Forget the value; other copies to and from its host memory come after its own."""
+        for each in self._all:
+            each.settle()
         self._factors, self._step = [], None
 
     def drop(self) -> None:
@@ -121,8 +124,12 @@ class _Waiting:
         return self._tensor is None or self._tape is not None or self._version in (None, self._tensor._version)
 
     def settle(self) -> None:
+        """Make the compute stream wait for its copies; if its place is host memory, it is there alone then."""
         if self._tape is not None:
             self._tape.sent()
+            if self._coming is not None:
+                self._coming.settle()
+            self._coming = self._tensor = None
 
     def fetch(self) -> None:
         if self._tensor is None and self._tape is not None:
