@@ -173,11 +173,41 @@ def reliability() -> str:
          f"{left} left files behind; of {len(after)} commands after them, {wrong} were wrong"),
         ("a run in a control group: a low limit, a lowered one, a neighbour that grows (`bench/group_limits.py`)",
          len(groups), f"{killed} killed, {other} other pictures; {len(groups) - len(drawn)} ended with their figures"),
+        *_kills(),
         ("a random folder, plan, request or option; a third are right (`tests/fuzz`)", f"{len(inputs):,}",
          f"{raw} raw errors; all {right:,} right ones drew their picture"),
         *(_many_calls(device) for device in ("loopback", "cpu")),
     ]  # fmt: skip
     return table(("what", "times", "what came of it"), rows)
+
+
+def _kills() -> list[tuple[object, ...]]:
+    """One line for each kind of process that `bench/kills.py` kills."""
+    rows = lines("kills")
+    ranks, shards, batches = ([row for row in rows if row["kind"] == kind] for kind in ("rank", "shard", "ray"))
+    ended = [row for row in ranks if row["code"] != 0]
+    begun = [row["seconds"] for row in ended if not any("did not begin" in line for line in row["said"])]
+    late = [row["seconds"] for row in ended if any("did not begin" in line for line in row["said"])]
+    slow = f" ({len(late)} waited for a rank that had not begun: up to {max(late):.0f} s)" if late else ""
+    damaged = sum(row["picture"] not in ("none", "whole") or bool(row["left"]) for row in ranks)
+    again = sum(row["again"] == [0, True] for row in ranks)
+    kept = sum(row["kept"] and not row["there"] for row in shards)
+    whole = sum(row["again"] == [0, True] for row in shards)
+    taken = sum(set(row["taken"]) - ({f"{look} dst" for look in ("load", "plan", "verify")} if row["there"] else set())
+                != set() for row in shards)  # fmt: skip
+    failed, missing = sum(row["failed"] for row in batches), sum(row["missing"] for row in batches)
+    complete, damaged_pictures = (sum(row[what] for row in batches) for what in ("whole", "damaged"))
+    return [
+        ("KILL of one of two ranks at a random moment (`bench/kills.py`)", len(ranks),
+         f"the other ended with one line after {max(begun):.1f} s at the most{slow}; {damaged} damaged files; "
+         f"{again} of {len(ranks)} runs after them were right"),
+        ("KILL of `tightfit shard` at a random moment (`bench/kills.py`)", len(shards),
+         f"{taken} unfinished folders were taken for whole; {whole} of {len(shards)} runs after them completed it, "
+         f"{kept} from where the killed one was"),
+        ("KILL of a worker of a batch of 30 on Ray (`bench/kills.py`)", sum(len(row["kills"]) for row in batches),
+         f"{damaged_pictures} damaged pictures; {missing} missing, of which {failed} had lost three "
+         f"workers; {complete} of {len(batches)} batches were complete after the next run"),
+    ]  # fmt: skip
 
 
 def _many_calls(device: str) -> tuple[object, ...]:

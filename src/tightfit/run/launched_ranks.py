@@ -7,18 +7,21 @@ import io
 import ipaddress
 import os
 import socket
-import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from tightfit.errors import InputError, RunError
-from tightfit.run.rank_watch import BEGIN, RankWatch, beginning
+from tightfit.run.rank_watch import BEGIN, POLL, RankWatch, beginning
 
 __all__ = ["ALONE", "LaunchedRank", "launched_rank", "rank_here"]
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 NEWS = 2.0  # seconds in which a rank whose exchange failed hears which other rank has ended
@@ -120,41 +123,41 @@ def _join(own: LaunchedRank, watch: RankWatch) -> None:
     from tightfit.apply.context_parallel.rank_group import backend_errors_named
     from tightfit.devices.cuda_support import usable_cards
 
-    missing = f"rank 0 of {own.size}" if own.rank else f"some of {own.size} ranks"
-    with beginning(missing, 0 if own.rank else None):
-        store = _connected_store()
+    store = _connected_store(own)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    watch.begin(PrefixStore(f"tightfit/{attempt}", store), store.host)
+    watch.begin(PrefixStore(f"tightfit/{attempt}", store), os.environ["MASTER_ADDR"])
     store.set_timeout(dist.default_pg_timeout)
-    _name_interface(store.host)
+    _name_interface(os.environ["MASTER_ADDR"])
     backend = "cpu:gloo,cuda:nccl" if usable_cards() and dist.is_nccl_available() else "gloo"
     with backend_errors_named(own.rank):
         dist.init_process_group(backend, store=PrefixStore("default_pg", store), rank=own.rank, world_size=own.size)
 
 
-def _connected_store() -> Any:
-    """Return torch's store of all ranks. RuntimeError where it is not there within BEGIN seconds.
+def _connected_store(own: LaunchedRank) -> Store:
+    """Return torch's store of all ranks, as torchrun's agent or rank 0 has it. RunError if it is not there in time.
 
-    In a thread: torch 2.13 may take three times its timeout, in which no signal would be handled.
+    Its own way to connect may take three times the seconds that it is given, and lets no signal be handled meanwhile.
     """
-    from torch.distributed.rendezvous import rendezvous
+    import torch.distributed as dist
 
-    found: list[Any] = []
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = own.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    limit = time.monotonic() + BEGIN
+    with beginning(f"rank 0 of {own.size}", 0):
+        while not (hosts or _answers(address, port)):
+            if time.monotonic() > limit:
+                raise RuntimeError(f"nothing listens at {address}:{port}")
+            time.sleep(POLL)
+        seconds = timedelta(seconds=BEGIN)
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, own.size, hosts, seconds, wait_for_workers=False, multi_tenant=True
+        )
 
-    def connect() -> None:
-        try:
-            found.append(next(rendezvous("env://", timeout=timedelta(seconds=BEGIN)))[0])
-        except Exception as error:  # raised below
-            found.append(error)
 
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(BEGIN)
-    if not found:
-        raise RuntimeError(f"no store within {BEGIN:.0f} s")
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+def _answers(address: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
+        return True
+    return False
 
 
 def _name_interface(address: str) -> None:

@@ -12,8 +12,8 @@ import secrets
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from tightfit.errors import RunError
@@ -22,11 +22,12 @@ from tightfit.signals import before_end, end_process
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["BEGIN", "RankWatch", "beginning"]
+__all__ = ["BEGIN", "POLL", "RankWatch", "beginning"]
 
 BEGIN = 60.0  # seconds within which all ranks have to begin: computers import torch at different speeds
 OWN_END = 20.0  # seconds that a rank gets to end by itself after another had an error: often it has the same one
 CONNECT = 10.0  # seconds
+POLL = 0.05  # seconds between two looks at whether a rank has begun
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # 25 s until a computer counts as gone
 PORT, BEGUN = "tightfit/port", "tightfit/begun"  # keys of the store
 ACCEPTED = b"tightfit"  # what rank 0 answers
@@ -54,14 +55,22 @@ class RankWatch:
         if self._rank == 0:
             self._listen(store)
         else:
-            with beginning(f"rank 0 of {self._size}", 0):
-                port, token = store.get(PORT).decode().split()
+            self._wait(store, PORT, 0)
+            port, token = store.get(PORT).decode().split()
             self._connect(address, int(port), token)
         before_end.append(self.tell_failed)
         store.set(f"{BEGUN}/{self._rank}", "")
         for rank in range(self._size):
-            with beginning(f"rank {rank} of {self._size}", rank):
-                store.wait([f"{BEGUN}/{rank}"], timedelta(seconds=BEGIN))
+            self._wait(store, f"{BEGUN}/{rank}", rank)
+
+    def _wait(self, store: Store, key: str, rank: int) -> None:
+        """Wait until `rank` has set `key`. The store's own way to wait would let no signal be handled meanwhile."""
+        limit = time.monotonic() + BEGIN
+        with beginning(f"rank {rank} of {self._size}", rank):
+            while not store.check([key]):
+                if time.monotonic() > limit:
+                    raise RuntimeError(f"no {key} within {BEGIN:.0f} s")
+                time.sleep(POLL)
 
     def finish(self) -> None:
         """Rank 0: tell the others that all is done. Others: wait for that; RunError where rank 0 had an error."""
@@ -197,8 +206,8 @@ class RankWatch:
 
 
 @contextlib.contextmanager
-def beginning(which: str, ended: int | None = None) -> Iterator[None]:
-    """Turn what torch raises while it waits for `which` ranks into a RunError; `ended` is the one that is missing."""
+def beginning(which: str, ended: int) -> Iterator[None]:
+    """Turn a RuntimeError while the rank `ended`, named `which`, is waited for into a RunError that says so."""
     try:
         yield
     except RuntimeError as error:
