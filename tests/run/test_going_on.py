@@ -56,8 +56,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(value.nbytes)
         return value
 
-    def filled(group: WeightGroup) -> None:
-        fill(group)
+    def filled(group: WeightGroup, *args: Any) -> None:
+        fill(group, *args)
         sizes.append(group.size)
 
     fill = WeightGroup.fill
