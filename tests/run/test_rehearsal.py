@@ -23,6 +23,7 @@ from tightfit.run import simulate as stage
 from tightfit.run.call_arguments import Prompt, call_arguments
 from tightfit.run.pass_replay import PassReplayer
 from tightfit.run.simulate import simulate_call
+from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction
 from tightfit.simulator.backend import use_cards
@@ -58,7 +59,7 @@ def test_steps_that_are_not_worked_through_are_like_those_that_are(level: int, m
 def test_what_is_remembered_of_one_call_is_no_part_of_the_next() -> None:
     """The denoiser's weights come again: a text encoder was there in between."""
     plan = {"components": {"text_encoder": {"placement": "offload"}, "unet": {"placement": "offload"}}}
-    with stage.unlimited_card(known_card("rtx3060")) as card:
+    with unlimited_card(known_card("rtx3060")) as card:
         tried = stage.SimulationRun("sd-1.5", card, plan, Request(steps=4, height=256, width=256))
         moved = []
         for _ in range(3):

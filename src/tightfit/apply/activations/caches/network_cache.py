@@ -92,9 +92,9 @@ class NetworkCache(BranchCache):
         last = self._value.predicted(self.call.step, [latents] if self._adds(latents) else None)  # type: ignore[list-item]
         if not self._in_time:
             return last if self._adds(latents) else [each.clone() for each in last]
-        now, (newer, older) = given["timestep"], self._times
+        now, newer, older = (each.float().mean() for each in (_timestep(given), *self._times))
         before = self._before.predicted(self.call.step)
-        share = ((now - newer) / (newer - older)).float().mean()
+        share = (now - newer) / (newer - older)
         return [new + ((new - old) * share).to(new.dtype) for new, old in zip(last, before, strict=True)]
 
     def _adds(self, latents: torch.Tensor | None) -> bool:
@@ -107,8 +107,7 @@ class NetworkCache(BranchCache):
         if self._in_time:
             if self._value.known:
                 self._before.keep([each.clone() for each in self._value.predicted(self.call.step)], self.call.step)
-            timestep = given.get("timestep")
-            if isinstance(timestep, torch.Tensor):
+            if isinstance(timestep := _timestep(given), torch.Tensor):
                 self._times = [timestep, *self._times][:2]
             else:
                 self.failed = "it is given no timestep"
@@ -131,3 +130,7 @@ class NetworkCache(BranchCache):
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _timestep(given: dict[str, Any]) -> Any:
+    return given.get("timestep", given.get("timesteps"))
