@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer.rich_utils  # decides when it is loaded, for good, whether help is coloured: not within a test of colours
 
 from attention_backend import own_attention_backend
 from tiny_pipelines import CASES
