@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import typer.rich_utils  # decides when it is loaded, for good, whether help is coloured: not within a test of colours
 
 from attention_backend import own_attention_backend
 from tiny_pipelines import CASES
 
 # transformers swaps torch.linspace while it loads, and torch would remember that one for `with torch.device`
 torch.utils._device._device_constructors()
+
+
+# it decides when it is loaded, for good, whether help is coloured: not within a test of colours
+importlib.import_module("typer.rich_utils")
 
 
 def pytest_collection_finish() -> None:
