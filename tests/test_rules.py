@@ -21,8 +21,8 @@ FILES = sorted(SRC.rglob("*.py"))
 
 # each may import from its own folder and from what stands to its left
 ORDER = (
-    "errors", "units", "progress", "signals", "files", "schema", "catalog", "demo", "report", "simulator", "devices",
-    "measure", "plan", "apply", "checkpoint", "run", "terminal", "command_options",
+    "errors", "units", "progress", "signals", "sockets", "files", "schema", "catalog", "demo", "report", "simulator",
+    "devices", "measure", "plan", "apply", "checkpoint", "run", "terminal", "command_options",
     "batch_command", "checkpoint_commands", "cli", "__main__",
 )  # fmt: skip
 # all that plan and report may see

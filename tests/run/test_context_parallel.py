@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import tightfit
 from context_ranks import HELD, Trial, run_ranks
 from tightfit import PlanError
 from tightfit.apply.context_parallel.rank_group import RankGroup
+from tightfit.apply.context_parallel.weight_sharing import WeightSharing
 from tightfit.devices.ram import computer_mark
 from tiny_pipelines import CASES
 
@@ -111,13 +115,20 @@ def test_a_group_for_cards_only_is_refused() -> None:
 
 
 class _MarkedGroup(RankGroup):
-    """Rank 1 of three, of which the others say these marks of their computers."""
+    """Rank 1 of three, of which the others say these marks of their computers, and have no memory to share."""
 
     def __init__(self, *marks: str) -> None:
         self.rank, self._marks = 1, marks
 
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        yield
+
     def all_gather_text(self, text: str) -> list[str]:
-        return [self._marks[0], text, self._marks[1]]
+        return [f"{self._marks[0]}\n\n", text, f"{self._marks[1]}\n\n"]
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor] * 3
 
 
 def test_computers_of_the_same_name_do_not_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +137,6 @@ def test_computers_of_the_same_name_do_not_share_memory(monkeypatch: pytest.Monk
     counted = {}
     for marks in ((own, own), (own, "other"), ("other", "localhost")):
         group = _MarkedGroup(*marks)
-        group.count_ranks_here()
+        WeightSharing.among(group)
         counted[marks] = group.ranks_here
     assert list(counted.values()) == [3, 2, 1]

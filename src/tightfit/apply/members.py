@@ -54,11 +54,10 @@ class Members:
 
     def of_component(self, name: str, module: nn.Module, device: Device, undo: ExitStack) -> dict[str, Any]:
         """Return the members of `module`, the component `name`, which runs on `device`."""
-        self._cache_steps(name, module, device, undo)
+        cached = self._cache_steps(name, module, device, undo)
         role, original, session = find_role(name, module), type(module), self.session
         plan, calls, host = self.plan.components.get(name, ComponentPlan()), self.calls, self.device
-        lossy = plan.model_copy(update={"cache": None}).lossy(name)  # a step cache says itself whether it was
-        recorder, manager = self.handle.recorder.of(device.name), self.places.of(name)
+        lossy, recorder, manager = plan.lossy(name), self.handle.recorder.of(device.name), self.places.of(name)
         dispatcher = AttentionDispatcher(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
         attention = attention_layers(module)
         direct = DirectCalls(self.handle, calls, host, name, role)
@@ -100,9 +99,7 @@ class Members:
                 manager.dismiss(name)
 
         members: dict[str, Any] = {**self._kept(), **batch_or_split(module, plan, recorder.note)}
-        usual = members.get("__call__", original.__call__)
-        cache = session.caches.get(name)
-        called = working("forward", usual if cache is None else cache.calling(usual))
+        called = working("forward", cached(members.get("__call__", original.__call__)))
         busy = lambda: session.busy  # noqa: E731
         members["__call__"] = parallel_call(name, module, plan, self.parallel, recorder, called, busy)
         if role == "autoencoder":
@@ -117,11 +114,13 @@ class Members:
         members |= module_switches(name, original, here, leave, measured=calls.replans is not None)
         return members | copying(self.handle.set_aside)
 
-    def _cache_steps(self, name: str, module: nn.Module, device: Device, undo: ExitStack) -> None:
-        """Give `module`, the component `name`, the step cache that the plan wants."""
+    def _cache_steps(
+        self, name: str, module: nn.Module, device: Device, undo: ExitStack
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Give `module`, the component `name`, the step cache that the plan wants; return what wraps its calls."""
         settings, handle = self.plan.components.get(name, ComponentPlan()).cache, self.handle
         if settings is None:
-            return
+            return lambda call: call
         if self.parallel is not None:
             raise PlanError(
                 f"{name}: networks whose rows {self.plan.context} ranks share take no cache={settings.strategy}"
@@ -139,6 +138,7 @@ class Members:
         )  # fmt: skip
         cache.attach(module, undo.callback)
         self.session.caches[name] = cache
+        return cache.calling
 
     def _kept(self) -> dict[str, Any]:
         return {HANDLE: self.handle, f"{HANDLE}_applied": self.applied}

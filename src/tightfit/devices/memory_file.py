@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import weakref
-from pathlib import Path
 
 import torch
 
-__all__ = ["PAGE_SIZE", "MemoryFile", "boot_id"]
+__all__ = ["PAGE_SIZE", "MemoryFile"]
 
 PAGE_SIZE = mmap.ALLOCATIONGRANULARITY  # bytes: offsets of mappings are multiples of it
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def boot_id() -> str | None:
-    """Return what identifies this computer since it was started, in its containers, too; None where nothing does."""
-    with contextlib.suppress(OSError):
-        return BOOT_ID.read_text().strip()
-    return None
 
 
 class MemoryFile:

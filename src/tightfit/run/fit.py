@@ -27,7 +27,7 @@ from tightfit.run.rank_replanning import RankReplanner
 from tightfit.run.replanning import Replanner
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
-from tightfit.schema.step_cache import StepCache
+from tightfit.schema.step_cache import CacheLike
 
 __all__ = ["fit"]
 
@@ -43,7 +43,7 @@ def fit(
     device: str | torch.device | Device | None = None,
     ram: str | int | None = None,
     allow: Sequence[str] = (),
-    cache: StepCache | Mapping[str, Any] | str | None = None,
+    cache: CacheLike = None,
     device_map: DeviceMapLike = None,
     max_memory: MaxMemory = None,
     count_activations: bool = True,
@@ -114,7 +114,9 @@ def fit(
     """
     if device_map is not None or max_memory is not None:
         refuse_beside_ranks(parallel, "device_map or max_memory")
-        refuse_beside_map(device_map, max_memory, budget=budget, ram=ram, level=level, plan=plan, device=device)
+        refuse_beside_map(
+            device_map, max_memory, budget=budget, ram=ram, cache=cache, level=level, plan=plan, device=device
+        )
         plan_target = target_of_map(
             device_map, max_memory, allow, list(find_components(pipe)), lambda device: bytes_on(device, pipe)
         )

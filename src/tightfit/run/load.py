@@ -28,7 +28,7 @@ from tightfit.run.rank_replanning import RankReplanner
 from tightfit.run.replanning import Replanner
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
-from tightfit.schema.step_cache import StepCache
+from tightfit.schema.step_cache import CacheLike
 
 __all__ = ["Loaded", "load", "load_made", "load_on_rank"]
 
@@ -51,7 +51,7 @@ def load(
     device: str | torch.device | Device | None = None,
     ram: str | int | None = None,
     allow: Sequence[str] = (),
-    cache: StepCache | Mapping[str, Any] | str | None = None,
+    cache: CacheLike = None,
     device_map: DeviceMapLike = None,
     max_memory: MaxMemory = None,
     dtype: str | None = None,
@@ -77,7 +77,9 @@ def load(
     PlanError, RequestError, InputError and BudgetTooSmall as `fit`.
     """
     if device_map is not None or max_memory is not None:
-        refuse_beside_map(device_map, max_memory, budget=budget, ram=ram, level=level, plan=plan, device=device)
+        refuse_beside_map(
+            device_map, max_memory, budget=budget, ram=ram, cache=cache, level=level, plan=plan, device=device
+        )
         refuse_beside_ranks(parallel, "device_map or max_memory")
         path, folder = _find(model)
         plan_target: PlanTarget | None = target_of_map(device_map, max_memory, allow, _network_names(folder))

@@ -13,7 +13,7 @@ from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import Plan, check_techniques
 from tightfit.schema.request import Request
-from tightfit.schema.step_cache import StepCache
+from tightfit.schema.step_cache import CacheLike, StepCache
 
 __all__ = [
     "CHART_EXAMPLES",
@@ -72,7 +72,7 @@ class Limits(NamedTuple):
 
 def limits_for(
     budget: BudgetLike, ram: str | int | None, allow: Sequence[str], level: int | None, plan: object,
-    cache: StepCache | Mapping[str, Any] | str | None = None,
+    cache: CacheLike = None,
 ) -> Limits | None:  # fmt: skip
     """Return the limits of `fit` and `load`; None if a `level` or a `plan` is given. PlanError for both."""
     if level is None and plan is None:
@@ -86,7 +86,7 @@ def limits_for(
     return None
 
 
-def _limits(budget: Budget | None, allow: Sequence[str], cache: StepCache | Mapping[str, Any] | str | None) -> Limits:
+def _limits(budget: Budget | None, allow: Sequence[str], cache: CacheLike) -> Limits:
     if "step-cache" in allow and cache is None:
         raise PlanError(
             f"allow={', '.join(allow)}: the planner does not choose a step cache by itself, as none was calibrated: "

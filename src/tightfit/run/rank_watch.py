@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tightfit.errors import RunError
 from tightfit.signals import before_end, end_process
+from tightfit.sockets import received
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -130,7 +131,7 @@ class RankWatch:
                         if rank is not None:
                             selector.register(self._sockets[rank], selectors.EVENT_READ, rank)
                     else:
-                        what = FAILED if _received(self._sockets[key.data], 5) else ENDED
+                        what = FAILED if received(self._sockets[key.data], 5) else ENDED
                         selector.unregister(key.fileobj)
                         self._send(what, key.data)
                         self._react(what, key.data)
@@ -139,7 +140,7 @@ class RankWatch:
         """Return the rank that has connected; None if it was something else."""
         connection, _ = server.accept()
         connection.settimeout(CONNECT)
-        said = _received(connection, len(token) + 4).decode(errors="replace")
+        said = received(connection, len(token) + 4).decode(errors="replace")
         if said[: len(token)] != token or not said[len(token) :].isdecimal():
             connection.close()
             return None
@@ -158,7 +159,7 @@ class RankWatch:
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             connection = stack.enter_context(socket.create_connection((address, port), timeout=CONNECT))
             connection.sendall(f"{token}{self._rank:04}".encode())
-            if _received(connection, len(ACCEPTED)) == ACCEPTED:
+            if received(connection, len(ACCEPTED)) == ACCEPTED:
                 _prepare(connection)
                 stack.pop_all()
                 self._sockets[0] = connection
@@ -167,7 +168,7 @@ class RankWatch:
     def _follow(self) -> None:
         """Read what rank 0 says until it is done or has ended."""
         while not self._finished.is_set():
-            said = _received(self._sockets[0], 5)
+            said = received(self._sockets[0], 5)
             what, rank = (said[:1], int(said[1:])) if len(said) == 5 else (ENDED, 0)
             if what == DONE:
                 self._finished.set()
@@ -224,12 +225,3 @@ def _prepare(connection: socket.socket) -> None:
     for name, value in KEEPALIVE.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _received(connection: socket.socket, size: int) -> bytes:
-    """Return `size` bytes; fewer where the other side has ended."""
-    said = b""
-    with contextlib.suppress(OSError):
-        while len(said) < size and (more := connection.recv(size - len(said))):
-            said += more
-    return said

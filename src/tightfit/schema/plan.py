@@ -178,11 +178,10 @@ class ComponentPlan(Record):
         return None if self.storage == "as-loaded" else "int8" if self.storage == "int8" else "fp8"
 
     def lossy(self, name: str) -> list[str]:
-        """Return what may change the numbers of the component `name`, each named by its technique."""
+        """Return what changes the numbers of the component `name` in every call, each named by its technique."""
         stored = [f"{self.technique}: {name} is stored in {self.storage}"] if self.technique else []
         backend = BACKENDS.get(self.attention)
-        attention = [f"{backend.technique}: attention of {name}"] if backend and backend.technique else []
-        return stored + attention + ([] if self.cache is None else self.cache.lossy(name))
+        return stored + ([f"{backend.technique}: attention of {name}"] if backend and backend.technique else [])
 
     @property
     def described(self) -> str:
@@ -229,6 +228,8 @@ class Plan(Record):
     def lossy(self) -> tuple[str, ...]:
         """What may change the output, each named by its technique and where it applies."""
         named = [what for name, component in self.components.items() for what in component.lossy(name)]
+        caches = {name: component.cache for name, component in self.components.items() if component.cache}
+        named += [what for name, cache in caches.items() for what in cache.lossy(name)]
         if self.vae.tile is not None and not self._one_tile():
             where = "" if self.vae.strips is None else ", where they cannot be in strips"
             named.append(f"blended-tiling: pictures larger than {self.vae.tile} px are decoded in tiles{where}")

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, model_validator
 from tightfit.errors import PlanError, unknown_name
 from tightfit.schema.base import Count, Positive, Real, Record
 
-__all__ = ["STRATEGIES", "Decides", "Predicts", "Reuses", "StepCache", "StrategyKind"]
+__all__ = ["STRATEGIES", "CacheLike", "Decides", "Predicts", "Reuses", "StepCache", "StrategyKind"]
 
 Reuses = Literal["blocks", "network", "attention", "prompt"]
 Predicts = Literal["as it was", "taylor", "linear in time"]
@@ -126,7 +126,8 @@ class StepCache(Record):
     warm_up: Count | None = None  # steps at the beginning that always run
     cool_down: Count | None = None  # steps at the end that always run
     most_skipped: Positive | None = None  # steps in a row that may be skipped; None: any number
-    coefficients: tuple[float, ...] | None = None  # of a polynomial of the change, highest power first; None: x
+    coefficients: tuple[float, ...] | None = None  # of a polynomial of the change, highest power first; None: 1, 0
+
     magnitudes: tuple[Real, ...] | None = None  # of what blocks add in each step, relative to the step before
     skipped_steps: tuple[Count, ...] | None = None  # these steps are skipped, and no others
     keep_on: Literal["device", "host"] = "device"  # where what is kept waits until it is reused
@@ -165,9 +166,11 @@ class StepCache(Record):
         pairs = [field.partition("=") for field in fields]
         if any(not value for _, _, value in pairs):
             raise PlanError(f"cache={said!r:.60} is not STRATEGY,FIELD=VALUE, e.g. first-block,threshold=0.1")
-        return cls.from_mapping(
-            {"strategy": strategy.strip()} | {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
-        )
+        try:
+            given = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+        except (yaml.YAMLError, ValueError, RecursionError):
+            raise PlanError(f"cache={said!r:.60}: a value is not YAML, e.g. first-block,threshold=0.1") from None
+        return cls.from_mapping({"strategy": strategy.strip()} | given)
 
     @property
     def kind(self) -> StrategyKind:
@@ -194,3 +197,6 @@ class StepCache(Record):
 
     def _says(self, name: str) -> bool:
         return name != "strategy" and getattr(self, name) not in (None, type(self).model_fields[name].default)
+
+
+CacheLike: TypeAlias = StepCache | Mapping[str, Any] | str | None  # as users may say it; None: no step cache

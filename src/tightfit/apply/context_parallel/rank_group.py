@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from tightfit.apply.context_parallel.rank_watch import CallWatch, abort_nccl, new_call_group, watch_of_default_group
-from tightfit.devices.ram import computer_mark
+from tightfit.apply.context_parallel.call_watch import CallWatch, abort_nccl, new_call_group, watch_of_default_group
 from tightfit.errors import RunError
 
 __all__ = ["ExchangeRates", "RankGroup", "RankGroupPart", "backend_errors_named"]
@@ -178,11 +177,6 @@ class RankGroup:
         sent = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
         found = self.all_gather(sent)
         return [bytes(each[:size].tolist()) for each, size in zip(found, sizes, strict=True)]
-
-    def count_ranks_here(self) -> None:
-        """Set `ranks_here`."""
-        marks = self.all_gather_text(computer_mark())
-        self.ranks_here = marks.count(marks[self.rank])
 
     def all_gather_text(self, text: str) -> list[str]:
         """Return the `text` of each rank."""

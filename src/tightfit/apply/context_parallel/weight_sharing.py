@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,8 +18,8 @@ from tightfit.apply.context_parallel.rank_group import RankGroup
 from tightfit.apply.weights.shared_store import SharedRegion
 from tightfit.apply.weights.weight_groups import WeightGroup
 from tightfit.apply.weights.weight_store import HostStore
-from tightfit.devices.memory_file import PAGE_SIZE, MemoryFile, boot_id
-from tightfit.devices.ram import ram_free
+from tightfit.devices.memory_file import PAGE_SIZE, MemoryFile
+from tightfit.devices.ram import computer_mark, ram_free
 from tightfit.units import format_bytes
 
 __all__ = ["WeightSharing", "teams_of"]
@@ -52,10 +51,10 @@ class WeightSharing:
         except OSError as error:
             address, refused = "", f"no file in memory can be made: {error.strerror or error}"
         with group.call():
-            said = [text.split("\n") for text in group.all_gather_text(f"{_computer()}\n{address}\n{token.hex()}")]
+            said = [text.split("\n") for text in group.all_gather_text(f"{computer_mark()}\n{address}\n{token.hex()}")]
             reached, why = [], refused
             for rank, (computer, there, expected) in enumerate(said):
-                if computer != _computer():
+                if computer != computer_mark():
                     reached.append(False)
                     continue
                 unread = _cannot_read(there, expected)
@@ -63,7 +62,7 @@ class WeightSharing:
                 if unread:
                     why = why or f"rank {rank}'s memory cannot be opened: {unread}"
             rows = group.all_gather(torch.tensor(reached, dtype=torch.uint8))
-        group.ranks_here = sum(computer == _computer() for computer, *_ in said)
+        group.ranks_here = sum(computer == computer_mark() for computer, *_ in said)
         teams = teams_of([[bool(each) for each in row.tolist()] for row in rows])
         (team,) = (team for team in teams if group.rank in team)
         return cls(group, teams, why if len(team) < group.ranks_here else "")
@@ -217,10 +216,6 @@ def teams_of(reached: Sequence[Sequence[bool]]) -> tuple[tuple[int, ...], ...]:
         tuple(sorted(mutual[rank])) if all(mutual[other] == mutual[rank] for other in mutual[rank]) else (rank,)
         for rank in every
     ))  # fmt: skip
-
-
-def _computer() -> str:
-    return boot_id() or socket.gethostname()
 
 
 def _cannot_read(address: str, expected: str) -> str:

@@ -8,7 +8,7 @@ eighth of the largest list's weights (refiners) are left alone: they run in ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from tightfit.apply.activations.caches.branch_cache import BranchCache, LeaveOut
 from tightfit.apply.activations.caches.kept_tensors import KeptTensors
 from tightfit.apply.activations.caches.step_counter import DenoiserCall
 from tightfit.devices.pinned_pool import ActivationHostPool
-from tightfit.errors import PlanError
+from tightfit.errors import PlanError, RunError
 from tightfit.measure.modules import find_blocks, weight_bytes
 from tightfit.schema.step_cache import StepCache
 
@@ -47,7 +47,7 @@ class SkippableBlocks:
         blocks = [block for path, some in lists.items() if sizes[path] * LEAST_SHARE >= most for block in some]
         first, last = settings.value("first_blocks"), settings.value("last_blocks")
         middle = blocks[first : len(blocks) - last]
-        if not middle or (settings.kind.decides == "first blocks" and not first):
+        if not middle or (settings.kind.decides in ("first blocks", "modulated input") and not first):
             raise PlanError(
                 f"cache={settings.strategy} leaves none of the {len(blocks)} blocks of {name} to be skipped: "
                 f"first_blocks={first}, last_blocks={last}",
@@ -81,7 +81,7 @@ class BlockCache(BranchCache):
         self._first: nn.Module | None = None  # the first block of the stretch in progress, …
         self._onto: dict[str, torch.Tensor] = {}  # … and the streams before it
         self._last_output: Any = None  # of the middle block that ran last
-        self._before: torch.Tensor | None = None  # the main stream before the first blocks
+        self._before: tuple[str, torch.Tensor] | None = None  # the main stream before the first blocks, and its name
 
     @property
     def kept(self) -> Iterator[KeptTensors]:
@@ -96,49 +96,29 @@ class BlockCache(BranchCache):
         self._last_output = self._before = None
 
     def module(self, module: nn.Module, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if module in self.blocks.first:
-            return self._first_block(module, work, args, kwargs)
+        if self.failed is not None:
+            return work(*args, **kwargs)
         inputs = stream_inputs(module, args, kwargs)
-        if self.skips is None and not self._ran:  # the strategy compares nothing, or could not
-            self.skips = False
+        if module in self.blocks.first:
+            if module is self.blocks.first[0] and self.settings.kind.decides == "first blocks":
+                self._before = next(iter(inputs.items()), None)
+            return self._run(module, inputs, lambda: work(*args, **kwargs))
+        if not self._ran:
+            self._decide_by(inputs)
         self._ran.append(module)
         if self.skips:
             return self._skipped(module, inputs)
-        if self._learner is not None:
-            self._learner.begin(module, args, kwargs)
-        self._pass_on(module, inputs)
-        output = work(*args, **kwargs)
-        if self._learner is not None:
-            self._learner.end(module, inputs, output)
-        self._last_output = output
-        if self._learner is None and self._stretches[self._first].last is module:  # type: ignore[index]
-            self._close(module)
-        return output
+        return self._run(module, inputs, lambda: work(*args, **kwargs))
 
-    def _first_block(self, block: nn.Module, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block that always runs; after the last of them, decide by what they added to the main stream."""
-        inputs = stream_inputs(block, args, kwargs)
-        main = next(iter(inputs), None)
-        decides = self.settings.kind.decides == "first blocks"
-        if block is self.blocks.first[0] and main is not None and decides:
-            self._before = inputs[main]
-        if self._learner is not None:
-            self._learner.begin(block, args, kwargs)
-        output = work(*args, **kwargs)
-        if self._learner is not None:
-            self._learner.end(block, inputs, output)
-        if block is self.blocks.first[-1] and decides and self._before is not None:
-            after = self._main_of(block, main, inputs, output)
-            if after is not None and after.shape == self._before.shape:
-                self.decide(after - self._before)
-            self._before = None
-        return output
-
-    def _main_of(
-        self, block: nn.Module, main: str | None, inputs: Mapping[str, torch.Tensor], output: Any
-    ) -> torch.Tensor | None:
-        known = self._outputs.get(block) or BlockOutput.guessed(inputs, output)
-        return known.taken(output).get(main or "")
+    def _decide_by(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Decide by what the first blocks added to the main stream, as the block after them is given it."""
+        name, before = self._before or ("", None)
+        self._before = None
+        if before is not None and _alike(inputs.get(name), before):
+            self.decide(inputs[name] - before)
+        if self.skips is None:  # there is nothing to decide by
+            self.skips = False
+            self._decided()
 
     def _decided(self) -> None:
         super()._decided()
@@ -147,15 +127,29 @@ class BlockCache(BranchCache):
 
     # blocks that run
 
+    def _run(self, block: nn.Module, inputs: dict[str, torch.Tensor], work: Callable[[], Any]) -> Any:
+        """Run a block; keep what the stretch that ends with it, or before it, added to its streams."""
+        if self._learner is not None:
+            self._learner.begin(inputs)
+        middle = block not in self.blocks.first
+        if middle:
+            self._pass_on(block, inputs)
+        output = work()
+        if self._learner is not None:
+            self._learner.end(block, inputs, output)
+        if middle:
+            self._last_output = output
+            stretch = self._stretches.get(self._first) if self._first is not None else None
+            if stretch is not None and stretch.last is block:
+                self._close(block)
+        return output
+
     def _pass_on(self, block: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
         """Begin a stretch with `block`, unless the streams of the one in progress go on in it."""
         if self._first is not None and self._learner is not None:
             last = self._ran[-2]
             streams = self._learner.outputs[last].taken(self._last_output)
-            onto = self._onto
-            if any(
-                name not in inputs or name not in onto or inputs[name].shape != onto[name].shape for name in streams
-            ):
+            if any(not _alike(inputs.get(name), self._onto.get(name)) for name in streams):
                 self._learn_stretch(last)
                 self._close(last)
         if self._first is None:
@@ -165,8 +159,6 @@ class BlockCache(BranchCache):
         assert self._learner is not None
         assert self._first is not None
         output = self._learner.outputs[last]
-        if not output.complete:
-            self.failed = f"{type(last).__name__} returns a tensor that is none of its inputs"
         names = tuple(name for name in output.streams if name is not None and name in self._onto)
         kept = KeptTensors(self.settings.value("order") or 0, self._host_pool)
         self._stretches[self._first] = _Stretch(last, names, kept)
@@ -187,6 +179,8 @@ class BlockCache(BranchCache):
 
     def _skipped(self, block: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
         assert self.call is not None
+        if block not in self._outputs:
+            raise self._others()
         if block in self._stretches:
             self._first = block
             self._onto = {name: inputs[name] for name in self._stretches[block].names}
@@ -199,20 +193,38 @@ class BlockCache(BranchCache):
         return self._outputs[block].made_of(streams)
 
     def end(self) -> None:
-        if self._learner is not None and not self.skips:
-            self._learner.finish()
-            if self._first is not None:
-                self._learn_stretch(self._ran[-1])
-                self._close(self._ran[-1])
-            self._outputs, self._learned, self._learner = self._learner.outputs, self._ran, None
-            if incomplete := [block for block in self._learned if not self._outputs[block].complete]:
-                self.failed = f"{type(incomplete[0]).__name__} returns a tensor that is none of its inputs"
-        elif self._ran != self._learned:
-            self.failed = "its blocks do not run in the same order in each step"
-            for kept in self.kept:
-                kept.clear()
+        if self.failed is None:
+            if self._learner is not None:
+                self._end_learning(self._learner)
+            elif self._ran != self._learned:
+                if self.skips:
+                    raise self._others()
+                self._fail("its blocks do not run in the same order in each step")
         self._forget_call()
         super().end()
+
+    def _end_learning(self, learner: StreamLearner) -> None:
+        learner.finish()
+        if self._first is not None:
+            self._learn_stretch(self._ran[-1])
+            self._close(self._ran[-1])
+        self._outputs, self._learned, self._learner = learner.outputs, self._ran, None
+        if incomplete := [block for block in self._learned if not self._outputs[block].complete]:
+            self._fail(f"{type(incomplete[0]).__name__} returns a tensor that is none of its inputs")
+
+    def _fail(self, why: str) -> None:
+        """Keep nothing any more, and run all blocks."""
+        self.forget()
+        self.failed, self._stretches = why, {}
+
+    def _others(self) -> RunError:
+        """Return the error for a skipped step in which other blocks would run than those that are known."""
+        assert self.call is not None
+        return RunError(
+            f"step {self.call.step} is skipped by {self.settings.strategy}, but uses other blocks than the first step, "
+            f"which used {len(self._learned)} after those that always run: make this call without a step cache",
+            step=self.call.step,
+        )
 
 
 def _alike(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -45,14 +45,8 @@ class BlockOutput:
     """How a block's output is made of streams: which stream each of its leaves is; None: not a stream."""
 
     spec: TreeSpec
-    leaves: tuple[Any, ...]  # with None in place of tensors
+    leaves: tuple[Any, ...]  # with a mark in place of tensors
     streams: tuple[str | None, ...]
-
-    @classmethod
-    def guessed(cls, inputs: Mapping[str, torch.Tensor], output: Any) -> BlockOutput:
-        """Return that of an `output` to these `inputs` by shapes alone."""
-        leaves, spec = tree_flatten(output)
-        return cls.found(spec, leaves, _by_shape(leaves, [None] * len(leaves), inputs))
 
     @classmethod
     def found(cls, spec: TreeSpec, leaves: Sequence[Any], streams: Sequence[str | None]) -> BlockOutput:
@@ -89,9 +83,9 @@ class StreamLearner:
         self.outputs: dict[nn.Module, BlockOutput] = {}
         self._before: tuple[nn.Module, dict[str, torch.Tensor], Any] | None = None  # the block that ran last
 
-    def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note that `block` begins: what the one before returned may be among its inputs."""
-        self._settle(stream_inputs(block, args, kwargs))
+    def begin(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Note that a block with these `inputs` begins: what the one before returned may be among them."""
+        self._settle(inputs)
 
     def end(self, block: nn.Module, inputs: dict[str, torch.Tensor], output: Any) -> None:
         """Note what `block` returned."""

@@ -69,6 +69,10 @@ class BranchCache(ABC):
             for kept in self.kept:
                 kept.drop()
 
+    def network(self, network: nn.Module, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output of `network` in the call in progress; `work` is its forward pass."""
+        return work(*args, **kwargs)
+
     @abstractmethod
     def module(self, module: nn.Module, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what `module`, one of those that may be left out or decide, returns in the call in progress."""

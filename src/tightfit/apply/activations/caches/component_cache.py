@@ -77,7 +77,7 @@ class ComponentCache:
         if settings.kind.reuses == "network":
             return (), lambda: NetworkCache(network, settings, pool, leave)
         if settings.kind.reuses == "prompt":
-            return prompt_modules(network), lambda: PromptCache(network, settings, leave)
+            return prompt_modules(network), lambda: PromptCache(settings, leave)
         if settings.kind.reuses == "attention":
             layers = tuple(attention_layers(network))
             if not layers:
@@ -237,15 +237,10 @@ class ComponentCache:
         self, branch: BranchCache, place: DenoiserCall, work: Callable[..., Any], network: nn.Module,
         args: tuple[Any, ...], kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
-        if isinstance(branch, PromptCache):
-            branch.begin_with(args, kwargs)
         self._now = branch
         try:
             branch.begin(place, branch.foreseen(place))
-            if isinstance(branch, NetworkCache):
-                output = branch.module(network, work, args, kwargs)
-            else:
-                output = work(*args, **kwargs)
+            output = branch.network(network, work, args, kwargs)
             branch.end()
         except BaseException:
             self._forget(list(self._branches))  # what is kept may be of half a call

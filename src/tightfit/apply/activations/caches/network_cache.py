@@ -61,8 +61,10 @@ class NetworkCache(BranchCache):
         return super().device_bytes + sum(sizes)
 
     def module(self, module: nn.Module, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self.call is not None
-        given = call_inputs(self._network, args, kwargs)
+        return work(*args, **kwargs)  # there is none
+
+    def network(self, network: nn.Module, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = call_inputs(network, args, kwargs)
         latents = next((each for each in tree_leaves(next(iter(given.values()), None)) if _is_floating(each)), None)
         if self.settings.kind.decides == "output rate" and latents is not None:
             self._decide_by_rate(latents)

@@ -48,12 +48,10 @@ class _Reused:
 class PromptCache(BranchCache):
     """Reuses the outputs of layers that see nothing but the prompt."""
 
-    def __init__(self, network: nn.Module, settings: StepCache, leave_out: LeaveOut) -> None:
+    def __init__(self, settings: StepCache, leave_out: LeaveOut) -> None:
         super().__init__(settings, None, leave_out)
-        self._network = network
-        self._given: list[
-            torch.Tensor
-        ] = []  # of the network in the last call: kept, so that no other tensor gets their memory
+        # what the network was given in the last call: kept, so that no other tensor gets their memory
+        self._given: list[torch.Tensor] = []
         self._prompt: set[Mark] = set()  # tensors that depend on the prompt alone, if what was given stays the same
         self._seen: dict[nn.Module, _Reused] = {}
 
@@ -68,15 +66,15 @@ class PromptCache(BranchCache):
     def foreseen(self, call: DenoiserCall) -> bool | None:
         return False
 
-    def begin_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what the network is given: all but latents and timestep may be the prompt."""
-        given = list(call_inputs(self._network, args, kwargs).items())[1:]
+    def begin(self, call: DenoiserCall, skips: bool | None) -> None:
+        self.call, self.skips = call, bool(self._seen)
+
+    def network(self, network: nn.Module, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note first what the network is given: all but latents and timestep may be the prompt."""
+        given = list(call_inputs(network, args, kwargs).items())[1:]
         tensors = [leaf for name, value in given if "timestep" not in name for leaf in tree_leaves(value)]
         self._given = [leaf for leaf in tensors if _followed(leaf)]
         self._prompt = {_mark(tensor) for tensor in self._given}
-
-    def begin(self, call: DenoiserCall, skips: bool | None) -> None:
-        self.call, self.skips = call, bool(self._seen)
         reused = set(self._prompt)
         for layer, known in list(self._seen.items()):
             if known.mark in reused and known.output_mark == _mark(known.output):
@@ -85,6 +83,7 @@ class PromptCache(BranchCache):
                 del self._seen[layer]
         if self._seen:
             self._leave_out(self._seen)
+        return work(*args, **kwargs)
 
     def module(self, module: nn.Module, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) != 1 or kwargs or not _followed(args[0]) or (mark := _mark(args[0])) not in self._prompt:

@@ -91,9 +91,7 @@ def call_inputs(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Return the arguments of a call by name, in the order of the parameters."""
     names = list(inspect.signature(type(network).forward).parameters)[1:]
     given = dict(zip(names, args, strict=False)) | kwargs
-    return {
-        name: given[name] for name in sorted(given, key=lambda name: names.index(name) if name in names else len(names))
-    }
+    return {name: given.pop(name) for name in names if name in given} | given
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tightfit.devices.ram import computer_mark
 from tightfit.errors import RunError
+from tightfit.sockets import received
 
 __all__ = ["CallWatch", "abort_nccl", "nccl_of", "new_call_group", "watch_of_default_group"]
 
@@ -87,8 +89,8 @@ class CallWatch:
                 ready.register(connection, selectors.EVENT_READ, rank)
             while ready.get_map():
                 for key, _ in ready.select():
-                    said = _received(self._connections[key.data], NUMBER)
-                    if said is None:
+                    said = received(self._connections[key.data], NUMBER)
+                    if len(said) < NUMBER:  # it has ended
                         ready.unregister(key.fileobj)
                         threading.Timer(GRACE, self._abort, (key.data, self._number)).start()
                     else:
@@ -109,13 +111,13 @@ class CallWatch:
 
 def _connected(rank: int, gather: Callable[[str], list[str]]) -> dict[int, socket.socket]:
     """Return a connection to each other rank. Collective."""
-    host, token = socket.gethostname(), secrets.token_hex(16)
+    host, own, token = socket.gethostname(), computer_mark(), secrets.token_hex(16)
     found = dict[int, socket.socket]()
     with socket.create_server(("", 0)) as server:
         server.settimeout(CONNECT)
-        told = [text.split() for text in gather(f"{host} {server.getsockname()[1]} {token}")]
-        for other, (its_host, port, its_token) in enumerate(told[:rank]):
-            address = ("127.0.0.1" if its_host == host else its_host, int(port))
+        told = [text.split() for text in gather(f"{host} {server.getsockname()[1]} {token} {own}")]
+        for other, (its_host, port, its_token, computer) in enumerate(told[:rank]):
+            address = ("127.0.0.1" if computer == own else its_host, int(port))
             try:
                 found[other] = socket.create_connection(address, CONNECT)
                 found[other].sendall(its_token.encode() + rank.to_bytes(NUMBER))
@@ -128,27 +130,13 @@ def _connected(rank: int, gather: Callable[[str], list[str]]) -> dict[int, socke
                 missing = sorted(set(range(len(told))) - set(found) - {rank})
                 raise RunError(f"ranks {missing} do not reach rank {rank} at {host} within {CONNECT:.0f} s") from None
             connection.settimeout(CONNECT)
-            greeting = _received(connection, len(token) + NUMBER)
-            if greeting is not None and secrets.compare_digest(greeting[:-NUMBER], token.encode()):
+            greeting = received(connection, len(token) + NUMBER)
+            if secrets.compare_digest(greeting[:-NUMBER], token.encode()):
                 found[int.from_bytes(greeting[-NUMBER:])] = connection
             else:
                 connection.close()
     for connection in found.values():
         connection.settimeout(None)
-    return found
-
-
-def _received(connection: socket.socket, size: int) -> bytes | None:
-    """Return the next `size` bytes; None if the connection ends before."""
-    found = b""
-    while len(found) < size:
-        try:
-            part = connection.recv(size - len(found))
-        except OSError:
-            return None
-        if not part:
-            return None
-        found += part
     return found
 
 
