@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tightfit
-from tightfit.errors import PlanError
+from tightfit.errors import PlanError, RunError
 from tightfit.measure.meta_copy import meta_copy
 from tightfit.measure.modules import find_blocks
 from tightfit.plan.default_rates import ANY_CARD
@@ -252,6 +252,36 @@ def test_calls_of_other_sizes_and_numbers_of_steps(family: str, strategy: str) -
         assert torch.equal(draw(pipe, case, **changes), wanted)
 
 
+def test_steps_of_other_blocks() -> None:
+    """Where a step uses fewer blocks by itself: it is right, no later one is skipped, and the report says why."""
+    case = BY_NAME["Flux"]
+    pipe = make(case)
+    blocks, calls = pipe.transformer.transformer_blocks, [0]
+    forward = type(pipe.transformer).forward
+
+    def changing(network: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        left = calls[0] in leaves
+        network.transformer_blocks = blocks[:1] if left else blocks
+        try:
+            return forward(network, *args, **kwargs)
+        finally:
+            network.transformer_blocks = blocks
+
+    pipe.transformer.__class__ = type("Changing", (type(pipe.transformer),), {"forward": changing})
+    leaves = {5, 6}  # both predictions of step 2
+    wanted = draw(pipe, case)
+    fitted = fit(pipe, settings("static", skipped_steps=(4,)))
+    calls[0] = 0
+    assert torch.equal(draw(pipe, case), wanted)
+    assert "do not run in the same order" in "".join(fitted.report().trace.notes)
+    fitted.undo()
+    fitted = fit(pipe, settings("static", skipped_steps=(2,)))
+    calls[0] = 0
+    with pytest.raises(RunError, match="uses other blocks than the first step"):
+        draw(pipe, case)
+
+
 def test_a_call_that_is_interrupted_leaves_nothing() -> None:
     case = BY_NAME["Flux"]
     pipe = make(case)
@@ -342,6 +372,8 @@ def test_what_makes_no_sense_is_refused(family: str, cache: dict[str, Any], says
         ({"budget": "8GB", "allow": ["step-cache"]}, "name one"),
         ({"budget": "8GB", "cache": "static", "parallel": {"context": 2}}, "ranks"),
         ({"budget": "8GB", "cache": "static,interval"}, "not STRATEGY,FIELD=VALUE"),
+        ({"budget": "8GB", "cache": "static,interval=["}, "a value is not YAML"),
+        ({"max_memory": {"cpu": "8GB"}, "cache": "static"}, "leave out cache='static'"),
         ({"plan": {"components": {"vae": {"cache": {"strategy": "static"}}}}}, "vae is no denoiser"),
         ({"plan": {"components": {"transformer": {"cache": {"strategy": "static"}, "exported": "x"}}}}, "exported"),
     ],
