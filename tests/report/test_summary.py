@@ -96,13 +96,14 @@ def test_text_ends_with_notes_and_reasons_each_on_one_line() -> None:
 def test_mapping_survives_json() -> None:
     report = report_of(budgeted(device=500 * MIB), lossy=("fp8",), notes=("a note",))
     mapping = json.loads(json.dumps(report.to_mapping()))
-    assert set(mapping) == {"lossless", "measured", "phases", "lossy", "notes", "plan"}
+    assert set(mapping) == {"lossless", "measured", "phases", "caches", "lossy", "notes", "plan"}
     assert mapping["measured"] == {"peak_bytes": 400 * MIB, "seconds": 5.25, "rss_peak_bytes": 800 * MIB}
     assert mapping["phases"][1] == {
         "name": "denoise", "measured_peak_bytes": 300 * MIB, "seconds": 5, "other_devices": {}, "bytes_in": 0,
         "bytes_out": 0, "runs": 20,
     }  # fmt: skip
     assert (mapping["lossless"], mapping["lossy"], mapping["notes"]) == (False, ["fp8"], ["a note"])
+    assert mapping["caches"] == []
     assert Plan.from_mapping(mapping["plan"]) == report.plan
 
 
