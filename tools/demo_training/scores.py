@@ -15,6 +15,15 @@ from tightfit.demo.scenes import Scene, caption, random_scene
 STEPS, GUIDANCE, BATCH = 20, 2.5, 8
 
 
+def drawings(scenes: list[Scene], seed: int) -> list[tuple[str, int]]:
+    """A prompt and a seed of its own for each scene."""
+    rng, wanted = random.Random(seed), list[tuple[str, int]]()
+    for first in range(0, len(scenes), BATCH):
+        prompts = [caption(scene, rng) for scene in scenes[first : first + BATCH]]
+        wanted += [(prompt, rng.getrandbits(48)) for prompt in prompts]
+    return wanted
+
+
 def verdicts(
     pipe: StableDiffusionPipeline,
     scenes: list[Scene],
@@ -24,13 +33,13 @@ def verdicts(
 ) -> list[Verdict]:
     """One picture a scene, judged; every picture has a seed of its own."""
     pipe.set_progress_bar_config(disable=True)
-    rng, found = random.Random(seed), []
+    wanted, found = drawings(scenes, seed), list[Verdict]()
     for first in range(0, len(scenes), BATCH):
         batch = scenes[first : first + BATCH]
-        prompts = [caption(scene, rng) for scene in batch]
-        generators = [torch.Generator().manual_seed(rng.getrandbits(48)) for _ in batch]
+        prompts, seeds = zip(*wanted[first : first + BATCH], strict=True)
+        generators = [torch.Generator().manual_seed(each) for each in seeds]
         pictures = pipe(
-            prompts, num_inference_steps=STEPS, guidance_scale=GUIDANCE, generator=generators, output_type="np"
+            list(prompts), num_inference_steps=STEPS, guidance_scale=GUIDANCE, generator=generators, output_type="np"
         ).images
         found += [judge((p * 255).round().astype(np.uint8), s) for p, s in zip(pictures, batch, strict=True)]
         progress(len(found))

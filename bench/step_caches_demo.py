@@ -1,0 +1,147 @@
+"""Step caches on the demo model: pictures that are right, and PSNR, by the share of multiplications not done.
+
+    python bench/step_caches_demo.py
+
+300 prompts with seeds of their own, those of the demo model's score, one picture a call, 20 steps: without a cache, and
+with each strategy that a U-Net of three levels admits, at several settings. One line for each setting in
+bench/results/step-caches-demo.jsonl, which is gone on with. Draws docs/images/step-caches-demo.png.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.flop_counter import FlopCounterMode
+
+from measuring import psnr
+from tightfit import fit
+from tightfit.checkpoint.loading import load_pipeline
+from tightfit.demo.judge import judge
+from tightfit.demo.scenes import Scene, random_scene
+from tightfit.run.models import find_model
+from tightfit.schema.step_cache import STRATEGIES, StepCache
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+from demo_training.scores import GUIDANCE, STEPS, drawings
+
+SCORE = ROOT / "bench" / "results" / "demo-score.json"
+RESULTS = ROOT / "bench" / "results" / "step-caches-demo.jsonl"
+PROMPTS, BATCH = 300, 15  # as tools/score_demo.py draws them
+SETTINGS = [
+    *(f"static,interval={n}" for n in (2, 3, 4, 6)),
+    *(f"taylorseer,interval={n},warm_up=2" for n in (2, 3, 4, 6)),
+    *(f"meancache,interval={n}" for n in (2, 3, 4, 6)),
+    *(f"pab,interval={n},cross_interval={n}" for n in (2, 3, 4, 6)),
+    *(f"first-block,threshold={n},warm_up=1,cool_down=1" for n in (0.05, 0.1, 0.2, 0.3)),
+    *(f"dual-block,threshold={n},warm_up=1,cool_down=1" for n in (0.1, 0.2, 0.3, 0.5)),
+    *(f"easycache,threshold={n},warm_up=2" for n in (0.05, 0.1, 0.2, 0.4)),
+]
+
+
+class Asked(NamedTuple):
+    """What a picture is drawn from, and what it should show."""
+
+    scene: Scene
+    prompt: str
+    seed: int
+
+
+def asked() -> list[Asked]:
+    rng, found = random.Random(json.loads(SCORE.read_text())["seed"]), list[Asked]()
+    for things in (1, 2):
+        scenes = [random_scene(rng, things) for _ in range(PROMPTS // 2)]
+        for first in range(0, len(scenes), BATCH):
+            batch = scenes[first : first + BATCH]
+            wanted = drawings(batch, rng.getrandbits(32))
+            found += [Asked(scene, *each) for scene, each in zip(batch, wanted, strict=True)]
+    return found
+
+
+def draw(pipe: Any, each: Asked) -> NDArray[np.float32]:
+    output = pipe(
+        each.prompt, num_inference_steps=STEPS, guidance_scale=GUIDANCE, output_type="np",
+        generator=torch.Generator().manual_seed(each.seed),
+    )  # fmt: skip
+    picture: NDArray[np.float32] = output.images[0]
+    return picture
+
+
+def flops(pipe: Any, each: Asked) -> int:
+    """Twice the multiplications of the denoiser in one call."""
+    counter = FlopCounterMode(display=False)
+    with counter:
+        draw(pipe, each)
+    return sum(counter.get_flop_counts()["UNet2DConditionModel"].values())
+
+
+def is_right(picture: NDArray[np.float32], scene: Scene) -> bool:
+    return judge((picture * 255).round().astype(np.uint8), scene).right
+
+
+def uncached(pipe: Any, wanted: Sequence[Asked]) -> list[NDArray[np.float32]]:
+    """The pictures without a cache, kept in the temporary folder between runs."""
+    kept = Path(tempfile.gettempdir()) / "tightfit-demo-uncached.npy"
+    if not kept.exists():
+        np.save(kept, np.stack([draw(pipe, each) for each in wanted]))
+    return list(np.load(kept, allow_pickle=False))
+
+
+def row(pipe: Any, settings: str, wanted: Sequence[Asked], plain: Sequence[NDArray[np.float32]]) -> dict[str, Any]:
+    """What a cache with these `settings` leaves out, and how right its pictures are."""
+    whole = flops(pipe, wanted[0])
+    plan = {"components": {"unet": {"cache": StepCache.of(settings)}}}
+    fitted = fit(pipe, plan=plan, device="cpu", count_activations=False)
+    right, ratios, skipped, part = list[bool](), list[float](), list[int](), None
+    for each, reference in zip(wanted, plain, strict=True):
+        picture = draw(pipe, each)
+        (cache,) = fitted.report().trace.caches
+        count = len(cache.skipped_steps)
+        if part is None and count:
+            part = whole / STEPS - (whole - flops(pipe, each)) / count  # of a skipped step
+        skipped.append(count)
+        right.append(is_right(picture, each.scene))
+        ratios.append(psnr(torch.from_numpy(picture), torch.from_numpy(reference), 1.0))
+    fitted.undo()
+    left_out = 0.0 if part is None else float(np.mean(skipped)) * (1 - part * STEPS / whole) / STEPS
+    finite = [each for each in ratios if each != float("inf")]
+    return {
+        "settings": settings,
+        "left_out": round(left_out, 4),
+        "skipped_steps": round(float(np.mean(skipped)), 2),
+        "right": "".join("01"[each] for each in right),
+        "psnr": round(float(np.mean(finite)), 2) if finite else None,
+        "least_psnr": round(min(finite), 2) if finite else None,
+    }
+
+
+def main() -> None:
+    pipe = load_pipeline(find_model(None), torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    wanted = asked()
+    known = {each["settings"] for each in map(json.loads, RESULTS.read_text().splitlines())} if RESULTS.exists() else {}
+    plain = uncached(pipe, wanted)
+    right = [is_right(picture, each.scene) for picture, each in zip(plain, wanted, strict=True)]
+    print(f"without a cache {sum(right)} of {len(right)} are right")
+    for settings in SETTINGS:
+        if settings in known:
+            continue
+        found = row(pipe, settings, wanted, plain)
+        found["lost"] = sum(was and now == "0" for was, now in zip(right, found["right"], strict=True))
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        print({name: value for name, value in found.items() if name != "right"}, flush=True)
+
+
+if __name__ == "__main__":
+    assert {each.partition(",")[0] for each in SETTINGS} <= set(STRATEGIES)
+    main()
