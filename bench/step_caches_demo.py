@@ -30,10 +30,10 @@ from tightfit.demo.scenes import Scene, random_scene
 from tightfit.run.models import find_model
 from tightfit.schema.step_cache import STRATEGIES, StepCache
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from demo_training.scores import GUIDANCE, STEPS, drawings
 
+ROOT = Path(__file__).parents[1]
 SCORE = ROOT / "bench" / "results" / "demo-score.json"
 RESULTS = ROOT / "bench" / "results" / "step-caches-demo.jsonl"
 PROMPTS, BATCH = 300, 15  # as tools/score_demo.py draws them
