@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from diffusers import FluxTransformer2DModel
 
-from measuring import psnr, side_by_side, write
+from measuring import side_by_side, write
 from tightfit import fit
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.demo.scenes import caption, random_scene
 from tightfit.measure.modules import weight_bytes
+from tightfit.measure.picture_difference import psnr
 from tightfit.run.models import find_model
 
 PROMPTS, STEPS, GUIDANCE = 50, 20, 2.5
@@ -42,10 +43,6 @@ def draw(pipe: Any, prompts: list[str]) -> torch.Tensor:
     return torch.cat(batches)
 
 
-def mean_psnr(pictures: torch.Tensor, plain: torch.Tensor) -> float:
-    return round(sum(psnr(a, b, 1.0) for a, b in zip(pictures, plain, strict=True)) / len(plain), 2)
-
-
 def demo() -> dict[str, Any]:
     """The demo's UNet loaded as float16, as it lies on disk; pictures from a float32 pipeline."""
     half = load_pipeline(find_model(None), torch.float16)
@@ -63,12 +60,12 @@ def demo() -> dict[str, Any]:
         facts[form] = {
             "unet_bytes": stored,
             "share": round(stored / loaded, 3),
-            "psnr": mean_psnr(draw(pipe, prompts), plain),
+            "psnr": round(psnr(draw(pipe, prompts), plain), 2),
         }
         fitted.undo()
         rival = demo_pipeline()
         rival.unet.enable_layerwise_casting(storage_dtype=getattr(torch, form), compute_dtype=torch.float32)
-        facts[f"diffusers {form}"] = {"psnr": mean_psnr(draw(rival, prompts), plain)}
+        facts[f"diffusers {form}"] = {"psnr": round(psnr(draw(rival, prompts), plain), 2)}
     assert torch.equal(draw(pipe, prompts[:10]), plain[:10])  # the same batch: undone exactly
     return facts
 

@@ -58,12 +58,6 @@ def side_by_side(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def psnr(value: torch.Tensor, reference: torch.Tensor, span: float) -> float:
-    """Peak signal-to-noise ratio in dB; infinite where they are equal."""
-    error = float((value.double() - reference.double()).square().mean())
-    return float("inf") if error == 0 else float(10 * torch.log10(torch.tensor(span**2 / error)))
-
-
 def fill_at_random(network: nn.Module) -> None:
     """Gives `network`, whose large tensors are on "meta", numbers on the CPU: small ones, drawn once and repeated."""
     drawn = torch.randn(2**16, generator=torch.Generator().manual_seed(0)) * 0.02

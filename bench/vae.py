@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from fp8 import demo_pipeline
-from measuring import counting, psnr, side_by_side, write
+from measuring import counting, side_by_side, write
 from tightfit import fit
 from tightfit.demo.scenes import draw, parse
+from tightfit.measure.picture_difference import psnr
 
 TILE = 256
 ROUNDS = 3
@@ -35,7 +36,7 @@ def compare(latents: torch.Tensor, rivals: dict[str, Callable[[], Any]]) -> dict
         facts[name] = {
             "peak_bytes": peak.most,
             "time_ratio": round(times[name] / times["whole"], 2),
-            "psnr": round(psnr(sample, whole, 2.0), 1) if not torch.equal(sample, whole) else None,
+            "psnr": round(psnr(sample / 2, whole / 2), 1) if not torch.equal(sample, whole) else None,
         }
     return {"latents": list(latents.shape), **facts}
 
