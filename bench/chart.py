@@ -22,7 +22,8 @@ from tightfit.catalog.known import known_model, model_called, model_names
 from tightfit.errors import BudgetTooSmall
 from tightfit.report.prediction import describe
 from tightfit.run.charting import CARDS, chart_of, level_table
-from tightfit.run.plan_options import call_request, limits_of
+from tightfit.run.limits import limits_of
+from tightfit.run.plan_options import call_request
 from tightfit.run.predict import forecast
 from tightfit.schema.chart import Chart
 

@@ -92,7 +92,7 @@ def first(model: str, share: float, *, exporting: bool = False) -> dict[str, Any
     from tightfit.plan.options import SearchCaches
     from tightfit.run.calibration import CalibrationStore, PlanningInputs
     from tightfit.run.footprints import Measurer
-    from tightfit.run.plan_options import Limits
+    from tightfit.run.limits import Limits
     from tightfit.schema.footprint import Footprint
     from tightfit.schema.machine import Budget
     from tightfit.schema.request import Request
@@ -130,7 +130,7 @@ def known(model: str, share: float) -> dict[str, Any]:
     took = Took()
     from tightfit.errors import BudgetTooSmall
     from tightfit.run.answer_cache import footprint_question, recalled_footprint
-    from tightfit.run.plan_options import Limits
+    from tightfit.run.limits import Limits
     from tightfit.run.predict import forecast
     from tightfit.schema.footprint import Footprint
     from tightfit.schema.machine import Budget

@@ -16,7 +16,7 @@ from typing import Any, get_args
 from measuring import RESULTS, write
 from tightfit import Budget, BudgetTooSmall
 from tightfit.catalog.known import known_card, known_model
-from tightfit.run.plan_options import Limits
+from tightfit.run.limits import Limits
 from tightfit.run.predict import forecast
 from tightfit.run.predict_ranks import SharedCall, forecast_ranks
 from tightfit.run.rank_layout import RankLayout

@@ -21,6 +21,7 @@ from tightfit.command_options import (
     Negative,
     Pixels,
     PlanFile,
+    Quality,
     Ram,
     Steps,
     Where,
@@ -28,7 +29,8 @@ from tightfit.command_options import (
 )
 from tightfit.errors import InputError
 from tightfit.run.batch_lines import LineDefaults, read_lines
-from tightfit.run.plan_options import call_request, limits_of, plan_fields
+from tightfit.run.limits import limits_of
+from tightfit.run.plan_options import call_request, plan_fields
 from tightfit.terminal import errors_as_lines, log_to_stderr, quiet_transformers, say, showing_steps
 
 __all__ = ["BATCH_EXAMPLES", "batch"]
@@ -62,6 +64,7 @@ def batch(
     ram: Ram = None,
     allow: Allow = None,
     cache: Cache = None,
+    quality: Quality = None,
     level: Level = None,
     plan: PlanFile = None,
     set_: Changes = None,
@@ -84,7 +87,7 @@ def batch(
         if len(words) > 2:
             raise InputError(f"batch takes [MODEL] PROMPTS, not {len(words)} words: {words[0]} …")
         choices = plan_fields(plan, level, set_ or [])
-        limits = limits_of(budget, ram, allow or [], choices, cache)
+        limits = limits_of(budget, ram, allow or [], choices, cache, quality)
         request = call_request(
             choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )

@@ -30,6 +30,7 @@ from tightfit.command_options import (
     Nodes,
     Pixels,
     PlanFile,
+    Quality,
     Ram,
     RunCommand,
     Steps,
@@ -39,6 +40,7 @@ from tightfit.command_options import (
 )
 from tightfit.errors import InputError
 from tightfit.run.launched_ranks import launched_rank
+from tightfit.run.limits import limits_of
 from tightfit.run.plan_options import (
     CHART_EXAMPLES,
     EXAMPLES,
@@ -47,7 +49,6 @@ from tightfit.run.plan_options import (
     PLAN_EXAMPLES,
     RUN_EXAMPLES,
     call_request,
-    limits_of,
     plan_fields,
 )
 from tightfit.run.rank_layout import rank_layout
@@ -87,6 +88,7 @@ def run(
     ram: Ram = None,
     allow: Allow = None,
     cache: Cache = None,
+    quality: Quality = None,
     level: Level = None,
     plan: PlanFile = None,
     set_: Changes = None,
@@ -112,7 +114,7 @@ def run(
         if len(words) > 2:
             raise InputError(f"run takes [MODEL] PROMPT, not {len(words)} words: put the prompt in quotes")
         choices = plan_fields(plan, level, set_ or [])
-        limits = limits_of(budget, ram, allow or [], choices, cache)
+        limits = limits_of(budget, ram, allow or [], choices, cache, quality)
         request = call_request(
             choices, negative, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
@@ -151,6 +153,7 @@ def predict(
     ram: Ram = None,
     allow: Allow = None,
     cache: Cache = None,
+    quality: Quality = None,
     level: Level = None,
     plan: PlanFile = None,
     set_: Changes = None,
@@ -175,7 +178,7 @@ def predict(
         if timeline is not None:
             check_timeline(timeline)
         choices = plan_fields(plan, level, set_ or [])
-        limits = limits_of(budget, ram, allow or [], choices, cache)
+        limits = limits_of(budget, ram, allow or [], choices, cache, quality)
         asked = call_request(
             choices, negative, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch,
             backward=backward,

@@ -25,6 +25,7 @@ __all__ = [
     "Nodes",
     "Pixels",
     "PlanFile",
+    "Quality",
     "Ram",
     "RunCommand",
     "Steps",
@@ -41,6 +42,10 @@ Allow = Annotated[list[str] | None, typer.Option(help="With --budget: a lossy te
 Cache = Annotated[
     str | None,
     typer.Option(metavar="STRATEGY", help="With --budget: a step cache, e.g. first-block,threshold=0.1."),
+]
+Quality = Annotated[
+    float | None,
+    typer.Option(metavar="DB", help="With --allow step-cache: least PSNR to the pictures without. Default: 30."),
 ]
 Changes = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A plan field.")]
 Pixels = Annotated[int | None, typer.Option(help="Pixels.")]

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 __all__ = [
     "AlreadyFitted",
     "BudgetTooSmall",
+    "CacheError",
     "InputError",
     "ModelError",
     "PlanError",
@@ -54,6 +55,10 @@ class PlanError(InputError):
 
 class ModelError(InputError):
     pass
+
+
+class CacheError(PlanError):
+    """A step cache that a network does not take."""
 
 
 class BudgetTooSmall(TightfitError):

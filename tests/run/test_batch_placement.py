@@ -6,7 +6,7 @@ import pytest
 
 from tightfit import Budget
 from tightfit.run.batch_placement import NodeCapacity, Placement, RequestGroup, place_workers
-from tightfit.run.plan_options import Limits
+from tightfit.run.limits import Limits
 from tightfit.run.ray_cluster import BYTES, offered_nodes
 from tightfit.run.run_target import RunOptions
 

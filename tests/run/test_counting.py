@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import tightfit
 from tightfit.cli import app
 from tightfit.run.count import needs_store_rates
-from tightfit.run.plan_options import limits_of
+from tightfit.run.limits import limits_of
 from tightfit.run.predict import forecast
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")

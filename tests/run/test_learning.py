@@ -30,7 +30,7 @@ from tightfit.run.calibration_recorder import CalibrationRecorder
 from tightfit.run.call_arguments import Prompt
 from tightfit.run.generate import profiled
 from tightfit.run.job import Job
-from tightfit.run.plan_options import Limits
+from tightfit.run.limits import Limits
 from tightfit.run.planning_context import PlannedFolder, machine_now, plan_within
 from tightfit.run.predict import forecast
 from tightfit.schema.machine import Accelerator, Budget, Machine

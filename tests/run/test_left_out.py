@@ -19,7 +19,7 @@ from tightfit.plan.missing import GAIN
 from tightfit.plan.planner import find_missing
 from tightfit.run.calibration import CalibrationStore, PlanningInputs
 from tightfit.run.footprints import Measurer
-from tightfit.run.plan_options import Limits
+from tightfit.run.limits import Limits
 from tightfit.run.strip_profiles import AutoencoderStripProfiles
 from tightfit.schema.footprint import OPTIONAL_PARTS, STRIP_LIMITS, Phase, Variant
 from tiny_pipelines import CASES, run

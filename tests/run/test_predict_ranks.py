@@ -16,8 +16,8 @@ from tightfit.apply.context_parallel.simulated_ranks import SimulatedRankGroup
 from tightfit.catalog.known import known_card
 from tightfit.errors import InputError
 from tightfit.plan.timeline import segment_of
+from tightfit.run.limits import Limits
 from tightfit.run.models import resolve_model
-from tightfit.run.plan_options import Limits
 from tightfit.run.predict_ranks import SharedCall, forecast_ranks
 from tightfit.run.rank_layout import RankLayout, rank_layout
 from tightfit.run.unlimited_cards import unlimited_card

@@ -22,7 +22,7 @@ from tightfit.devices.ram import GroupMemory, held_bytes
 from tightfit.measure.recorder import Recorder
 from tightfit.run.call_arguments import Prompt
 from tightfit.run.job import Job
-from tightfit.run.plan_options import Limits
+from tightfit.run.limits import Limits
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
 

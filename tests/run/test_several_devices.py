@@ -21,7 +21,7 @@ from tightfit.measure.build_models import build_known
 from tightfit.measure.modules import find_components, find_role
 from tightfit.report.prediction import describe
 from tightfit.run.call_arguments import Prompt, call_arguments
-from tightfit.run.plan_options import limits_of
+from tightfit.run.limits import limits_of
 from tightfit.run.predict import forecast
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.results import Prediction

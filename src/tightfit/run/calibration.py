@@ -15,12 +15,13 @@ from tightfit.plan.default_rates import with_default_rates
 from tightfit.plan.options import SearchCaches
 from tightfit.plan.planner import find_missing, make_plan
 from tightfit.run.answer_cache import key_of
-from tightfit.run.plan_options import Limits
+from tightfit.run.limits import Limits
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Machine
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
 from tightfit.schema.results import CallMeasurement, Trace
+from tightfit.schema.step_cache import StepCache
 from tightfit.schema.stores import default_store_rates
 
 if TYPE_CHECKING:
@@ -47,19 +48,22 @@ def forget() -> None:
 
 
 class CalibrationStore:
-    """Measurements of the last MOST calls of `question` on `device`. Nothing is stored if `question` is None."""
+    """Measurements of the last MOST calls of `question` on `device`. Nothing is stored if `question` is None.
 
-    def __init__(self, question: Mapping[str, Any] | None, device: Accelerator) -> None:
-        self._file: Path | None = None
-        if question is not None:
-            import torch  # not needed to plan for a card that is not installed
+    As long as there are none, those of the question `instead` are read.
+    """
 
-            by = torch.get_num_threads() if device.is_cpu else torch.version.cuda
-            key = {"call": dict(question), "on": device.model_dump(mode="json", exclude=_PASSING), "by": by}
-            self._file = _folder() / f"{key_of(key)}.json"
+    def __init__(
+        self, question: Mapping[str, Any] | None, device: Accelerator, instead: Mapping[str, Any] | None = None
+    ) -> None:
+        self._file = None if question is None else _file_of(question, device)
+        self._instead = None if instead in (None, question) else CalibrationStore(instead, device)
 
     def read(self) -> tuple[CallMeasurement, ...]:
         """Return the stored measurements, oldest first; none if the file cannot be read."""
+        return self._own() or (() if self._instead is None else self._instead.read())
+
+    def _own(self) -> tuple[CallMeasurement, ...]:
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError, TightfitError):
             kept = json.loads(read_regular(self._file)) if self._file else []
             return tuple(CallMeasurement.from_mapping(fields) for fields in kept)
@@ -69,7 +73,7 @@ class CalibrationStore:
         """Store `measurement` and the latest earlier ones, MOST in all."""
         if self._file is None:
             return
-        kept = [*self.read(), measurement][-MOST:]
+        kept = [*self._own(), measurement][-MOST:]
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self._file) as partial:
@@ -84,6 +88,7 @@ class PlanningInputs(NamedTuple):
     past: CalibrationStore
     call: Any = None  # arguments or log of the measured call; None: dummy arguments
     cache: SearchCaches | None = None  # intermediate results that successive plans share
+    step_cache: StepCache | None = None  # of the denoisers in the measured call
 
     def missing(self, limits: Limits) -> tuple[str, ...]:
         """Return the parts that the footprint lacks and a plan within `limits` could benefit from."""
@@ -112,22 +117,30 @@ class PlanningInputs(NamedTuple):
 
 
 def measured(
-    measurer: Measurer, request: Request, call: Any, limits: Limits, machine: Callable[[], Machine]
-) -> PlanningInputs:
+    measurer: Measurer, request: Request, call: Any, limits: Limits, machine: Callable[[], Machine],
+    step_cache: StepCache | None = None,
+) -> PlanningInputs:  # fmt: skip
     """Measure the `call` with this `request` (None: with dummy arguments), as far as a plan within `limits` needs.
 
-    `machine` is called after the measurement, because free memory may change meanwhile.
+    `machine` is called after the measurement, because free memory may change meanwhile. Denoisers have `step_cache`.
     """
-
-    cache = SearchCaches()
+    cache, plain, measurer = SearchCaches(), measurer.with_cache(None), measurer.with_cache(step_cache)
 
     def planning_inputs(footprint: Footprint) -> PlanningInputs:
         current = machine()
-        return PlanningInputs(
-            footprint, current, CalibrationStore(measurer.question(request), current.accelerators[0]), call, cache
-        )
+        questions = measurer.question(request), plain.question(request)
+        store = CalibrationStore(questions[0], current.accelerators[0], questions[1])
+        return PlanningInputs(footprint, current, store, call, cache, step_cache)
 
     return planning_inputs(measurer.measure(request, call, lambda bare: planning_inputs(bare).missing(limits)))
+
+
+def _file_of(question: Mapping[str, Any], device: Accelerator) -> Path:
+    import torch  # not needed to plan for a card that is not installed
+
+    by = torch.get_num_threads() if device.is_cpu else torch.version.cuda
+    key = {"call": dict(question), "on": device.model_dump(mode="json", exclude=_PASSING), "by": by}
+    return _folder() / f"{key_of(key)}.json"
 
 
 def _folder() -> Path:

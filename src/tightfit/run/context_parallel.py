@@ -19,7 +19,7 @@ from tightfit.devices.device import Device
 from tightfit.errors import PlanError, unknown_name
 from tightfit.measure.modules import HANDLE, find_components, find_role
 from tightfit.run.doubled_calls import doubled_inputs_of
-from tightfit.run.plan_options import Limits
+from tightfit.run.limits import Limits
 from tightfit.schema.plan import ContextAttention
 from tightfit.schema.request import Request
 
@@ -85,6 +85,8 @@ def refuse_beside_ranks(parallel: str | Mapping[str, Any] | None, beside: str | 
     if isinstance(beside, Limits):
         if parallel is not None and beside.cache is not None:
             raise PlanError(f"parallel={parallel!r}: networks of ranks take no cache={beside.cache.strategy}")
+        if parallel is not None and beside.may_choose_cache:
+            raise PlanError(f"parallel={parallel!r}: networks of ranks take no step cache: leave allow=step-cache out")
         several = beside.budget is not None and bool(beside.budget.devices)
         beside = f"budget={beside.budget.described}" if beside.budget is not None and several else ""
     if parallel is not None and beside:

@@ -12,7 +12,7 @@ from tightfit.devices.cuda_support import usable_cards
 from tightfit.devices.device import Device
 from tightfit.errors import InputError, PlanError, unknown_name
 from tightfit.plan.planner import SPARE, SPARE_LEAST
-from tightfit.run.plan_options import Limits
+from tightfit.run.limits import Limits
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.schema.device_map import DeviceMap, Strategy
 from tightfit.schema.machine import Budget
@@ -62,6 +62,8 @@ def target_of_map(
         cards = _single(device_map, memory)
     _check_named(fixed, cards)
     limits = Limits(None, check_techniques(allow))
+    if limits.may_choose_cache:
+        raise PlanError("allow=step-cache goes with a budget for one device, not with device_map or max_memory")
     limits = limits._replace(device_map=DeviceMap(strategy=strategy, components=fixed, ignored=memory.ignored))
     if len(cards) < 2:
         size = memory.cards.get(cards[0]) if cards else None

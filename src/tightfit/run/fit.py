@@ -20,7 +20,8 @@ from tightfit.measure.modules import HANDLE, find_components
 from tightfit.run.call_arguments import request_of_example
 from tightfit.run.context_parallel import AskedParallelism, parallelism_of, refuse_beside_ranks
 from tightfit.run.device_maps import DeviceMapLike, MaxMemory, refuse_beside_map, target_of_map
-from tightfit.run.plan_options import BudgetLike, limits_for, request_to_plan
+from tightfit.run.limits import BudgetLike, limits_for
+from tightfit.run.plan_options import request_to_plan
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.planning_context import bytes_on
 from tightfit.run.rank_replanning import RankReplanner
@@ -44,6 +45,7 @@ def fit(
     ram: str | int | None = None,
     allow: Sequence[str] = (),
     cache: CacheLike = None,
+    quality: float | None = None,
     device_map: DeviceMapLike = None,
     max_memory: MaxMemory = None,
     count_activations: bool = True,
@@ -78,7 +80,10 @@ def fit(
 
     `cache` is a step cache for the denoisers, planned for within the budget: the name of a strategy ("first-block"),
     with its fields as text ("first-block,threshold=0.1"), as a mapping or as a StepCache. All but "text-kv" change
-    the pictures.
+    the pictures. What does not fit on the device is kept in host memory, and if that does not fit either, there is no
+    step cache, and the plan says why. With `allow=["step-cache"]` the planner chooses the fastest of those that were
+    calibrated on this pipeline (`tightfit.calibrate`) and kept a PSNR of `quality` dB (default: 30) to the pictures
+    without.
 
     To train within a budget, or to guide by gradients, say so in the request: `{"backward": "parameters"}` leaves room
     for a backward pass of those parameters that require gradients after each denoiser call, `{"backward": "inputs"}`
@@ -115,13 +120,21 @@ def fit(
     if device_map is not None or max_memory is not None:
         refuse_beside_ranks(parallel, "device_map or max_memory")
         refuse_beside_map(
-            device_map, max_memory, budget=budget, ram=ram, cache=cache, level=level, plan=plan, device=device
+            device_map,
+            max_memory,
+            budget=budget,
+            ram=ram,
+            cache=cache,
+            quality=quality,
+            level=level,
+            plan=plan,
+            device=device,
         )
         plan_target = target_of_map(
             device_map, max_memory, allow, list(find_components(pipe)), lambda device: bytes_on(device, pipe)
         )
         return _fit_within(pipe, plan_target, request_to_plan(request, example), example, count_activations)
-    limits = limits_for(budget, ram, allow, level, plan, cache)
+    limits = limits_for(budget, ram, allow, level, plan, cache, quality)
     if limits is not None:
         refuse_beside_ranks(parallel, limits)
     if device is None and plan is None and (limits is None or limits.budget is None or not limits.budget.devices):

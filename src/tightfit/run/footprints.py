@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,7 @@ import torch
 from torch import nn
 
 from tightfit.apply.context_parallel.executor import ContextParallel
-from tightfit.apply.fitting import fit
 from tightfit.checkpoint.folder import ModelFolder
-from tightfit.checkpoint.loading import quietly
 from tightfit.errors import InputError, unknown_name
 from tightfit.measure.call_log import CallLog
 from tightfit.measure.call_profiler import CallProfiler
@@ -29,6 +27,7 @@ from tightfit.run.argument_values import Given
 from tightfit.run.collecting_rarely import collecting_rarely
 from tightfit.run.differentiated_calls import with_gradients
 from tightfit.run.models import DTYPES, resolve_model
+from tightfit.run.module_footprint import Inputs, measure_module
 from tightfit.run.rank_footprints import measure_rank
 from tightfit.run.simulate import Inputs as CallInputs
 from tightfit.run.simulate import SimulationRun
@@ -38,11 +37,8 @@ from tightfit.run.variants import VariantSimulator, measure_variants
 from tightfit.schema.footprint import OPTIONAL_PARTS, STRIP_LIMITS, Footprint
 from tightfit.schema.request import Request
 from tightfit.schema.step_cache import StepCache
-from tightfit.simulator.operations import NAME
 
 __all__ = ["Measurer", "measure_footprint"]
-
-Inputs = Mapping[str, Any] | Sequence[Any]
 
 PLAYING, BUILDING = 1.0, 0.3  # relative time of a simulated call, and of the part that builds its pipeline, …
 # … and of the other measurements: rough, for the time left
@@ -88,7 +84,7 @@ def measure_footprint(
                 f"a single {type(module).__name__} has no request: give inputs, e.g. inputs=[(1, 4, 64, 64)]",
                 kind=type(module).__name__,
             )
-        return _measure_module(meta_copy(module), method, inputs)
+        return measure_module(meta_copy(module), method, inputs)
     find_components(subject)  # PlanError if it has none
     return _kept(fingerprint(subject), parsed, inputs, subject)
 
@@ -101,9 +97,9 @@ class Measurer:
 
     def __init__(
         self, subject: Any, dtype: str | None = None, *, expandable: bool = True,
-        parallel: ContextParallel | None = None, cache: StepCache | None = None,
+        parallel: ContextParallel | None = None,
     ) -> None:  # fmt: skip
-        """`expandable`: whether the allocators that plans are made for have expandable segments. `cache`: of denoisers.
+        """`expandable`: whether the allocators that plans are made for have expandable segments.
 
         `parallel`: the ranks that share the pipeline's rows; what this rank does is measured. None: there are none.
         """
@@ -113,8 +109,8 @@ class Measurer:
         self._dtype, self._expandable = _checked(dtype), expandable
         if not named:
             self._mark += _note_compiled(subject, self._model)
-        self._mark, self._cache = marked(self._mark, cache), cache
         self._alone, self._parallel = self._mark, parallel
+        self._cache: StepCache | None = None  # of the denoisers
         if parallel is not None and self._mark:
             self._mark += f" {parallel.mark}"
 
@@ -122,6 +118,12 @@ class Measurer:
         """Return one of the same pipeline that measures what a rank of `parallel` does."""
         other = copy.copy(self)
         other._parallel, other._mark = parallel, self._alone and f"{self._alone} {parallel.mark}"
+        return other
+
+    def with_cache(self, cache: StepCache | None) -> Measurer:
+        """Return one of the same pipeline, whose denoisers have that step cache, or none."""
+        other = copy.copy(self)
+        other._cache, other._mark = cache, marked(self._alone, cache)
         return other
 
     def measure(
@@ -274,25 +276,3 @@ def _find_unable(model: Any, request: Request, log: CallLog, dtype: str | None) 
 def _untouched(model: Any) -> Any:
     """`model` for one simulation, which modifies it: a pipeline is copied."""
     return model if isinstance(model, str | ModelFolder) else meta_copy(model)
-
-
-def _measure_module(double: nn.Module, method: str, inputs: Inputs) -> Footprint:
-    dtype = next((p.dtype for p in double.parameters() if p.is_floating_point()), torch.float32)
-    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    with unlimited_card(ANY_CARD) as card, ExitStack() as undo, torch.no_grad(), quietly():
-        fit(double, level=0, device="simulated:0")
-        given = [_placed(value, dtype) for value in args]
-        named = {name: _placed(value, dtype) for name, value in kwargs.items()}
-        profiler = CallProfiler(card)
-        profiler.follow({"model": double}, undo)
-        (double if method == "forward" else getattr(double, method))(*given, **named)
-        return inspect_pipeline(double).model_copy(update={"phases": profiler.phases()})
-
-
-def _placed(value: Any, dtype: torch.dtype) -> Any:
-    """An argument on the simulated card: a tensor is moved, a shape becomes zeros in `dtype`."""
-    if isinstance(value, torch.Tensor):
-        return torch.zeros_like(value, device=NAME) if value.is_meta else value.to(NAME)
-    if isinstance(value, tuple) and value and all(type(length) is int for length in value):
-        return torch.zeros(value, dtype=dtype, device=NAME)
-    return value

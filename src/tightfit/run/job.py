@@ -26,8 +26,9 @@ from tightfit.run.call_arguments import call_arguments
 from tightfit.run.files import check_timeline, check_writable, output_paths, save_pictures, writing
 from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
 from tightfit.run.launched_ranks import ALONE, LaunchedRank
+from tightfit.run.limits import Limits
 from tightfit.run.models import DTYPES, find_model, model_title, stored_dtype
-from tightfit.run.plan_options import Limits, demo_request
+from tightfit.run.plan_options import demo_request
 from tightfit.run.prompt import Prompt
 from tightfit.run.run_target import RunOptions, RunTarget
 from tightfit.run.simulate import SimulationRun

@@ -17,11 +17,13 @@ from tightfit.checkpoint.headers import names_in
 from tightfit.checkpoint.lazy_loading import LeftInFiles, build_lazily, networks_in
 from tightfit.devices.device import Device
 from tightfit.errors import InputError, PlanError, unknown_name
+from tightfit.run.calibrated_caches import with_calibrations
 from tightfit.run.call_arguments import request_of_example
 from tightfit.run.context_parallel import parallelism_of, refuse_beside_ranks
 from tightfit.run.device_maps import DeviceMapLike, MaxMemory, refuse_beside_map, target_of_map
+from tightfit.run.limits import BudgetLike, limits_for
 from tightfit.run.models import DTYPES, at_home, find_model, stored_dtype
-from tightfit.run.plan_options import BudgetLike, limits_for, request_to_plan
+from tightfit.run.plan_options import request_to_plan
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.planning_context import PlannedFolder, plan_within
 from tightfit.run.rank_replanning import RankReplanner
@@ -52,6 +54,7 @@ def load(
     ram: str | int | None = None,
     allow: Sequence[str] = (),
     cache: CacheLike = None,
+    quality: float | None = None,
     device_map: DeviceMapLike = None,
     max_memory: MaxMemory = None,
     dtype: str | None = None,
@@ -60,8 +63,9 @@ def load(
 ) -> Loaded:
     """Load `model`, a diffusers folder, a hub id, or the folder of one diffusers network, to run under a plan.
 
-    Give at most one of `budget` (with `ram`, `allow` and `cache`, see `fit`), `level`, `plan`, and `device_map` with
-    `max_memory` (see `fit`); with none of them, the plan is for the free memory, as in `fit`. A budget's plan is made
+    Give at most one of `budget` (with `ram`, `allow`, `cache` and `quality`, see `fit`), `level`, `plan`, and
+    `device_map` with `max_memory` (see `fit`); with none of them, the plan is for the free memory, as in `fit`. A
+    budget's plan is made
     from the folder's configurations before anything is loaded: for `request`, for an `example` call, or else for the
     pipeline's defaults. A call with another request is planned for as in `fit`, without reading weights that are left
     in files.
@@ -78,13 +82,21 @@ def load(
     """
     if device_map is not None or max_memory is not None:
         refuse_beside_map(
-            device_map, max_memory, budget=budget, ram=ram, cache=cache, level=level, plan=plan, device=device
+            device_map,
+            max_memory,
+            budget=budget,
+            ram=ram,
+            cache=cache,
+            quality=quality,
+            level=level,
+            plan=plan,
+            device=device,
         )
         refuse_beside_ranks(parallel, "device_map or max_memory")
         path, folder = _find(model)
         plan_target: PlanTarget | None = target_of_map(device_map, max_memory, allow, _network_names(folder))
     else:
-        limits = limits_for(budget, ram, allow, level, plan, cache)
+        limits = limits_for(budget, ram, allow, level, plan, cache, quality)
         plan_target = plan_target_of(limits, device) if limits is not None else None
         path, folder = _find(model)
     choices, target = ({}, plan_target.devices[0]) if plan_target is not None else choices_of(level, plan, device)
@@ -127,7 +139,8 @@ def load_made(
     left = _left_by(made.plan, target)
     with build_lazily(folder.path, folder, getattr(torch, dtype), left) as checkpoint:
         file_weights = checkpoint.fill(left)
-    replans = Replanner(checkpoint.pipe, plan_target, made)
+    limits = with_calibrations(plan_target.limits, folder)
+    replans = Replanner(checkpoint.pipe, plan_target._replace(limits=limits), made)
     fitted = Fitted(
         checkpoint.pipe,
         made.plan,

@@ -1,19 +1,16 @@
-"""Options of the command line and of `fit` → Plan fields, Limits and a Request; help texts. Does not import torch."""
+"""Options of the command line and of `fit` → Plan fields and a Request; help texts. Does not import torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from tightfit.errors import PlanError, RequestError
-from tightfit.schema.device_map import DeviceMap
-from tightfit.schema.machine import Budget
-from tightfit.schema.plan import Plan, check_techniques
+from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
-from tightfit.schema.step_cache import CacheLike, StepCache
 
 __all__ = [
     "CHART_EXAMPLES",
@@ -22,19 +19,14 @@ __all__ = [
     "MACHINE_EXAMPLES",
     "PLAN_EXAMPLES",
     "RUN_EXAMPLES",
-    "BudgetLike",
-    "Limits",
     "call_request",
     "check_steps",
     "demo_request",
-    "limits_for",
-    "limits_of",
     "plan_fields",
     "request_to_plan",
 ]
 
 
-BudgetLike = Budget | Mapping[str, str | int] | str | int | None  # a budget: bytes, or a mapping for several devices
 MOST_STEPS = 10_000  # schedulers make tables of as many numbers, some of them gigabytes for a billion
 DEMO_DEFAULTS = {"steps": 20, "guidance": 2.5}
 
@@ -60,87 +52,11 @@ def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dic
     return choices
 
 
-class Limits(NamedTuple):
-    """What a plan may use."""
-
-    budget: Budget | None  # None: the free memory
-    allow: tuple[str, ...] = ()  # lossy techniques, used only if nothing else fits
-    host: str | None = None  # of several devices, the one that runs denoisers; None: the best
-    device_map: DeviceMap | None = None  # what a user fixed; None: nothing
-    cache: StepCache | None = None  # of denoisers; None: they keep nothing from step to step
-
-
-def limits_for(
-    budget: BudgetLike, ram: str | int | None, allow: Sequence[str], level: int | None, plan: object,
-    cache: CacheLike = None,
-) -> Limits | None:  # fmt: skip
-    """Return the limits of `fit` and `load`; None if a `level` or a `plan` is given. PlanError for both."""
-    if level is None and plan is None:
-        return _limits(_budget(budget, ram), allow, cache)
-    if budget is not None:
-        raise PlanError(f"give at most one of budget={budget}, level={level} and plan={type(plan).__name__}")
-    if ram is not None or allow:
-        raise PlanError(f"ram={ram} and allow={tuple(allow)} go with a budget: a level or a plan says all by itself")
-    if cache is not None:
-        raise PlanError(f"cache={cache} goes with a budget: elsewhere the plan's components.NAME.cache says it")
-    return None
-
-
-def _limits(budget: Budget | None, allow: Sequence[str], cache: CacheLike) -> Limits:
-    if "step-cache" in allow and cache is None:
-        raise PlanError(
-            f"allow={', '.join(allow)}: the planner does not choose a step cache by itself, as none was calibrated: "
-            "name one, e.g. cache=first-block"
-        )
-    if cache is not None and budget is not None and budget.devices:
-        raise PlanError(f"cache={cache} is for one device, not for a budget of {len(budget.devices)}")
-    return Limits(budget, check_techniques(allow), cache=None if cache is None else StepCache.of(cache))
-
-
 def request_to_plan(request: Request | Mapping[str, Any] | None, example: Mapping[str, Any] | None) -> Request | None:
     """Return the request to plan for; None if there is none, or an `example` instead. PlanError for both."""
     if request is not None and example is not None:
         raise PlanError(f"give request={request} or example={list(example)}, the arguments of a call: not both")
     return request if isinstance(request, Request | None) else Request.from_mapping(request)
-
-
-def _budget(size: BudgetLike, ram: str | int | None) -> Budget | None:
-    if isinstance(size, Mapping):
-        return Budget(devices=dict(size), ram=ram)
-    if not isinstance(size, Budget):
-        return None if size is None and ram is None else Budget(device=size, ram=ram)
-    if ram is not None:
-        raise PlanError(f"budget says {size.ram} bytes of RAM, ram={ram}: leave one out")
-    return size
-
-
-def _named_sizes(text: str) -> Budget | Mapping[str, str] | str:
-    """Parse --budget: one size, or several as DEVICE=SIZE with commas between."""
-    if "=" not in text:
-        return text
-    pairs = [pair.partition("=") for pair in text.split(",")]
-    sizes = {name.strip(): size.strip() for name, _, size in pairs}
-    if len(sizes) < len(pairs) or not all(name and size for name, size in sizes.items()):
-        raise PlanError(f"--budget {text!r} is not DEVICE=SIZE,DEVICE=SIZE, e.g. cuda:0=10GB,cuda:1=8GB")
-    return sizes
-
-
-def limits_of(
-    budget: str | None, ram: str | None, allow: list[str], choices: Mapping[str, Any], cache: str | None = None
-) -> Limits | None:
-    """Return the limits of --budget, --ram, --allow and --cache; None without any. PlanError for `choices` beside."""
-    if budget is None and ram is None:
-        if allow and choices:
-            raise PlanError(f"--allow {allow[0]} goes with a budget: elsewhere --set components.NAME.storage says it")
-        if cache and choices:
-            raise PlanError(
-                f"--cache {cache} goes with a budget: elsewhere --set components.NAME.cache.strategy=… does"
-            )
-        return _limits(None, allow, cache) if allow or cache else None
-    if choices:
-        said = ", ".join(choices)
-        raise PlanError(f"--budget makes the plan: leave out what else decides about it ({said}), or leave it out")
-    return _limits(_budget(None if budget is None else _named_sizes(budget), ram), allow, cache)
 
 
 def call_request(choices: dict[str, Any], negative: str | None = None, **fields: Any) -> Request:

@@ -9,7 +9,7 @@ import torch
 from tightfit.devices.choose import choose_device
 from tightfit.devices.device import Device
 from tightfit.plan.multi_device import check_devices
-from tightfit.run.plan_options import Limits
+from tightfit.run.limits import Limits
 from tightfit.schema.plan import Plan
 
 __all__ = ["PlanTarget", "plan_target_of"]

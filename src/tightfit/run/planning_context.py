@@ -19,7 +19,7 @@ from tightfit.devices.choose import choose_device, find_machine
 from tightfit.devices.device import Device
 from tightfit.devices.memory import resident_bytes, trim_heap
 from tightfit.devices.ram import group_memory, held_bytes
-from tightfit.errors import InputError, RequestError
+from tightfit.errors import BudgetTooSmall, InputError, RequestError
 from tightfit.files import replacing
 from tightfit.measure.kept_rates import kept_file, known_accelerator, machine_key, read_kept
 from tightfit.measure.modules import find_components, weight_tensors
@@ -27,6 +27,8 @@ from tightfit.measure.rates import Progress, measure_rates
 from tightfit.plan.component_cost import round_up
 from tightfit.progress import showing
 from tightfit.run.argument_values import Given
+from tightfit.run.cache_choice import plan_with_cache
+from tightfit.run.calibrated_caches import with_calibrations
 from tightfit.run.calibration import PlanningInputs, forget, measured
 from tightfit.run.call_arguments import request_of_example
 from tightfit.run.footprints import Measurer
@@ -35,6 +37,7 @@ from tightfit.run.unmeasured import plan_unmeasured, with_reason
 from tightfit.schema.machine import Accelerator, Machine
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
+from tightfit.schema.step_cache import StepCache
 
 __all__ = [
     "PlannedFolder",
@@ -220,18 +223,23 @@ def plan_within(
         call_request = request_of_example(object.__new__(kind), example)
         given = Given(example, plan_target.devices[0].torch_device)
     try:
-        measurer = Measurer(path, dtype, expandable=plan_target.expandable, cache=plan_target.limits.cache)
+        limits = with_calibrations(plan_target.limits, check_folder(path))
+        measurer = Measurer(path, dtype, expandable=plan_target.expandable)
+
+        def inputs_with(cache: StepCache | None) -> PlanningInputs:
+            machine = lambda: machine_now(*plan_target.devices)  # noqa: E731
+            return measured(measurer, call_request, given, limits, machine, cache)
+
         with showing("planning", {}):
-            planning_inputs = measured(
-                measurer, call_request, given, plan_target.limits, lambda: machine_now(*plan_target.devices)
-            )
+            return PlannedFolder(*plan_with_cache(limits, inputs_with))
+    except BudgetTooSmall:
+        raise
     except InputError as error:
         if request is not None or not isinstance(error, RequestError):
             raise
         return _unmeasured(path, call_request, plan_target, dtype, error)
     except Exception as error:  # raised by third-party code
         return _unmeasured(path, call_request, plan_target, dtype, error)
-    return PlannedFolder(planning_inputs.plan(plan_target.limits), planning_inputs)
 
 
 def _unmeasured(path: Path, request: Request, plan_target: PlanTarget, dtype: str, error: Exception) -> PlannedFolder:

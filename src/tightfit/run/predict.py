@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tightfit.catalog.known import card_called, known_card
 from tightfit.checkpoint.folder import ModelFolder
@@ -12,9 +12,11 @@ from tightfit.errors import BudgetTooSmall, InputError, PlanError, unknown_name
 from tightfit.plan.default_rates import computer_with
 from tightfit.plan.options import SearchCaches
 from tightfit.run.answer_cache import cached, footprint_question, lookup, marked, recalled_footprint
+from tightfit.run.cache_choice import plan_with_cache
 from tightfit.run.count import KNOWN_NOTE, counted, needs_store_rates
+from tightfit.run.limits import Limits
 from tightfit.run.models import resolve_model, stored_dtype
-from tightfit.run.plan_options import Limits, demo_request
+from tightfit.run.plan_options import demo_request
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Budget, Machine
 from tightfit.schema.plan import Plan
@@ -66,8 +68,10 @@ def forecast(
         called = [each.name for each in (accelerator, *others)]
         limits = _among(called if others or not known else [card_called(card or "")], limits)
         with say("planning"):
-            footprint = _kept_footprint(which, mark, (accelerator, *others), request, limits)
-            fields, time_scales = _planned(which, (accelerator, *others), request, limits, own, footprint)
+            planned = _planned(which, mark, (accelerator, *others), request, limits, own)
+        fields, time_scales = planned.fields, planned.time_scales
+        if planned.from_cache or limits.may_choose_cache:
+            footprint = planned.footprint
     name = title or "the demo model"
     card = " and ".join(each.name for each in (accelerator, *others)) if others else card and card_called(card)
     if needs_store_rates(fields):
@@ -87,7 +91,7 @@ def forecast(
     on = card if known else [each.to_mapping() | {"free": None} for each in (accelerator, *others)]
     question = {"model": mark, "title": title, "card": on, "choices": fields, "request": request.to_mapping()}
     question["paces"] = time_scales
-    if known and footprint is not None and not simulated:
+    if footprint is not None and not simulated and (known or limits is None or limits.may_choose_cache):
         found = lookup(Prediction, question) or counted(
             footprint, accelerator, fields, others=others, title=name, card=card, note=KNOWN_NOTE
         )
@@ -114,11 +118,9 @@ def _instead(
 ) -> str:
     """A sentence on what would fit on `accelerator`."""
     try:
-        kept = _kept_footprint(which, mark, (accelerator,), request, Limits(None))
-        fields, _ = _planned(which, (accelerator,), request, Limits(None), own, kept)
+        plan = Plan.from_mapping(_planned(which, mark, (accelerator,), request, Limits(None), own).fields)
     except BudgetTooSmall as error:
         return str(error)
-    plan = Plan.from_mapping(fields)
     peak = max(phase.peak_bytes for phase in plan.forecast)
     seconds = format_seconds(sum(phase.seconds for phase in plan.forecast))
     return f"a plan for this card, without a level, fits: {format_bytes(peak)} at the most, {seconds}"
@@ -159,33 +161,55 @@ def _among(names: Sequence[str], limits: Limits) -> Limits:
     return limits._replace(budget=Budget(device=budget.devices[names[0]], ram=budget.ram))
 
 
+class _Planned(NamedTuple):
+    """A plan for cards, or for this computer."""
+
+    fields: dict[str, Any]
+    time_scales: dict[str, float]  # measured over predicted time of phases by name, if it is for this computer
+    footprint: Footprint
+    from_cache: bool  # whether the footprint was measured before
+
+
 def _planned(
-    which: str | ModelFolder,
-    accelerators: Sequence[Accelerator],
-    request: Request,
-    limits: Limits,
+    which: str | ModelFolder, mark: str, accelerators: Sequence[Accelerator], request: Request, limits: Limits,
     own: Machine | None,
-    footprint: Footprint | None,
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """The plan's fields, and measured time scales of phases by name if it is for this computer's `own` device."""
+) -> _Planned:  # fmt: skip
+    """Plan `request` within `limits`, for this computer's `own` device or for known cards. Raises BudgetTooSmall."""
     from tightfit.run.calibration import CalibrationStore, PlanningInputs
 
     first, *others = accelerators
-    measurer = _measurer(which, first, limits.cache) if footprint is None or own is not None else None
-    question = measurer.question(request) if measurer and own is not None and not others else None
-    calibration_store = CalibrationStore(question, first)
     machine = own if own is not None and first.is_cpu else computer_with(*accelerators)
     machine = machine.model_copy(update={"accelerators": machine.accelerators[: len(accelerators)]})
-    if others:
-        limits = limits._replace(budget=_for_each(machine.accelerators, limits.budget))
-    cache = SearchCaches()
-    missing = lambda bare: PlanningInputs(bare, machine, calibration_store, None, cache).missing(limits)  # noqa: E731
-    measured = footprint if measurer is None else measurer.measure(request, None, missing)
-    assert measured is not None
-    planning_inputs = PlanningInputs(measured, machine, calibration_store, None, cache)
-    plan = planning_inputs.plan(limits)
-    left_out = {"request"} if others else {"device", "request"}
-    return plan.model_dump(mode="json", exclude=left_out), {} if others else planning_inputs.time_scales(plan)
+    named = limits._replace(budget=_for_each(machine.accelerators, limits.budget)) if others else limits
+    if limits.may_choose_cache and isinstance(which, ModelFolder):
+        from tightfit.run.calibrated_caches import with_calibrations
+
+        named = with_calibrations(named, which)
+    from_cache = set[StepCache | None]()
+
+    def inputs_with(cache: StepCache | None) -> PlanningInputs:
+        kept = _kept_footprint(which, mark, accelerators, request, limits, cache)
+        if kept is not None:
+            from_cache.add(cache)
+        measurer = _measurer(which, first, cache) if kept is None or own is not None else None
+        learns = own is not None and not others
+        questions = [
+            measurer.with_cache(each).question(request) if measurer and learns else None for each in (cache, None)
+        ]
+        store, search = CalibrationStore(questions[0], first, questions[1]), SearchCaches()
+
+        def inputs_of(bare: Footprint) -> PlanningInputs:
+            return PlanningInputs(bare, machine, store, None, search, cache)
+
+        if measurer is None:
+            assert kept is not None
+            return inputs_of(kept)
+        return inputs_of(measurer.measure(request, None, lambda bare: inputs_of(bare).missing(named)))
+
+    plan, inputs = plan_with_cache(named, inputs_with)
+    fields = plan.model_dump(mode="json", exclude={"request"} if others else {"device", "request"})
+    time_scales = {} if others else inputs.time_scales(plan)
+    return _Planned(fields, time_scales, inputs.footprint, inputs.step_cache in from_cache)
 
 
 def _for_each(accelerators: Sequence[Accelerator], budget: Budget | None) -> Budget:
@@ -199,9 +223,10 @@ def _for_each(accelerators: Sequence[Accelerator], budget: Budget | None) -> Bud
 
 
 def _kept_footprint(
-    which: str | ModelFolder, mark: str, accelerators: Sequence[Accelerator], request: Request, limits: Limits
-) -> Footprint | None:
-    """The footprint that `_measurer` would find in the cache for a plan within `limits`; does not measure."""
+    which: str | ModelFolder, mark: str, accelerators: Sequence[Accelerator], request: Request, limits: Limits,
+    cache: StepCache | None,
+) -> Footprint | None:  # fmt: skip
+    """The footprint that `_measurer` would find on disk for a plan within `limits`; does not measure."""
     dtype, expandable = _dtype(which, accelerators[0]), accelerators[0].expandable_refused is None
 
     def missing(bare: Footprint) -> tuple[str, ...]:
@@ -211,7 +236,7 @@ def _kept_footprint(
             limits
         )
 
-    question = footprint_question(marked(mark, limits.cache), request, dtype, expandable=expandable)
+    question = footprint_question(marked(mark, cache), request, dtype, expandable=expandable)
     return recalled_footprint(question, missing if len(accelerators) == 1 else None) if mark else None
 
 
@@ -222,12 +247,12 @@ def _dtype(which: str | ModelFolder, accelerator: Accelerator) -> str | None:
 
 
 def _measurer(which: str | ModelFolder, accelerator: Accelerator, cache: StepCache | None = None) -> Measurer:
-    """A Measurer with the dtype of `tightfit run` on `accelerator`."""
+    """A Measurer with the dtype of `tightfit run` on `accelerator`, of denoisers with `cache`."""
     from tightfit.run.footprints import Measurer
 
     subject = which if isinstance(which, str) else which.path
     expandable = accelerator.expandable_refused is None
-    return Measurer(subject, _dtype(which, accelerator), expandable=expandable, cache=cache)
+    return Measurer(subject, _dtype(which, accelerator), expandable=expandable).with_cache(cache)
 
 
 def _own_machine(say: Say) -> Machine:

@@ -34,8 +34,9 @@ from tightfit.run.calibration import CalibrationStore, PlanningInputs
 from tightfit.run.context_parallel import doubled_of
 from tightfit.run.count import counted
 from tightfit.run.footprints import Measurer
+from tightfit.run.limits import Limits
 from tightfit.run.models import resolve_model, stored_dtype
-from tightfit.run.plan_options import Limits, demo_request
+from tightfit.run.plan_options import demo_request
 from tightfit.run.rank_layout import RankLayout
 from tightfit.run.simulate import pipeline_for
 from tightfit.schema.footprint import Footprint
@@ -67,6 +68,8 @@ def forecast_ranks(
         raise PlanError(f"{layout.ranks} ranks are computed, not simulated: leave out --timeline")
     if limits is not None and limits.cache is not None:
         raise PlanError(f"networks of ranks take no step cache: leave out --cache {limits.cache.strategy}")
+    if limits is not None and limits.may_choose_cache:
+        raise PlanError("networks of ranks take no step cache: leave out --allow step-cache")
     if request.backward is not None:
         raise PlanError(f"ranks run calls with gradients whole: leave out --backward {request.backward}")
     if (planned := choices.get("context", layout.ranks)) != layout.ranks:

@@ -12,15 +12,18 @@ from typing import Any
 
 from tightfit.apply.latest_used import LatestUsed
 from tightfit.devices.device import Device
-from tightfit.errors import BudgetTooSmall, RequestError
+from tightfit.errors import BudgetTooSmall, CacheError, RequestError
 from tightfit.measure.call_log import CallLog
 from tightfit.plan.forecast import taken_by_others
 from tightfit.progress import showing
 from tightfit.run.argument_values import Given
+from tightfit.run.cache_choice import plan_with_cache
+from tightfit.run.calibrated_caches import with_calibrations
 from tightfit.run.calibration import PlanningInputs, measured
 from tightfit.run.calibration_recorder import CalibrationRecorder
 from tightfit.run.call_arguments import CallShape, given_to, guidance_of, request_of, shape_of
 from tightfit.run.footprints import Measurer
+from tightfit.run.kept_plans import is_within, offloads_nothing
 from tightfit.run.plan_target import PlanTarget
 from tightfit.run.planning_context import (
     PlannedFolder,
@@ -35,6 +38,7 @@ from tightfit.run.unmeasured import LEVEL, plan_direct_calls, plan_unmeasured, p
 from tightfit.schema.machine import Budget, Machine
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
+from tightfit.schema.step_cache import StepCache
 from tightfit.units import format_bytes
 
 __all__ = ["Replanner"]
@@ -61,7 +65,7 @@ class Replanner:
         self._look_at(pipe, plan_target)
         if made is not None and made.plan.request is not None:
             self._machine, self._backward = self._free_machine(), made.plan.request.backward
-            shape = shape_of(pipe, made.plan.request)
+            shape = self._shape(pipe, made.plan.request)
             self._plans[shape] = made.plan
             if made.planning_inputs is not None:
                 self._inputs_by_shape[shape] = made.planning_inputs
@@ -73,15 +77,22 @@ class Replanner:
         self._unmeasured = plan_unmeasured(pipe, plan_target)  # for calls that cannot be measured
         self._measurer = self._measurer_of(pipe, plan_target)
         self._machine = None
+        self._limits = with_calibrations(self._limits, pipe)
         self._inputs_by_shape = LatestUsed[CallShape, PlanningInputs]()
         self._plans = LatestUsed[CallShape, Plan]()
         self._logs: dict[CallShape, CallLog] = {}  # of finished calls that were not measured before
         self._tried: set[Request] = set()  # the requests of such calls
 
+    def _shape(self, pipe: Any, request: Request) -> CallShape:
+        """Return what a plan for `request` depends on: also its steps, where a step cache is chosen for as many."""
+        shape = shape_of(pipe, request)
+        steps = frozenset([("steps", request.steps)] if self._limits.may_choose_cache else [])
+        return shape._replace(others=shape.others | steps)
+
     def _measurer_of(self, pipe: Any, plan_target: PlanTarget) -> Measurer | Exception:
         """Return a Measurer of `pipe`, or the exception that prevents it, e.g. for weights in a custom format."""
         try:
-            return Measurer(pipe, expandable=plan_target.expandable, cache=plan_target.limits.cache)
+            return Measurer(pipe, expandable=plan_target.expandable)
         except Exception as error:  # raised by third-party code, which copying modules runs
             return error
 
@@ -100,7 +111,7 @@ class Replanner:
         `given` are the arguments of the call (None: dummy arguments). Raises BudgetTooSmall, and RequestError for an
         invalid request.
         """
-        shape = shape_of(pipe, request)
+        shape = self._shape(pipe, request)
         self._backward = self._backward or request.backward
         if shape not in self._plans:
             with showing("planning", getattr(pipe, "_progress_bar_config", {})):
@@ -110,24 +121,28 @@ class Replanner:
 
     def _new(self, request: Request, shape: CallShape, given: Mapping[str, Any] | None) -> Plan:
         log = self._logs.pop(shape, None)
+        known = self._inputs_by_shape.get(shape)
+        call = log or self._call(given) or (known and known.call)
+        logged = isinstance(call, CallLog)
+
+        def inputs_with(cache: StepCache | None) -> PlanningInputs:
+            if known is not None and known.step_cache == cache:
+                return self._with_missing_parts(request, known)
+            return self._planning_inputs(request, call, cache)
+
         try:
-            known = self._inputs_by_shape.get(shape)
-            planning_inputs = (
-                self._with_missing_parts(request, known)
-                if known
-                else self._planning_inputs(request, log or self._call(given))
-            )
+            plan, planning_inputs = plan_with_cache(self._limits, inputs_with)
+        except BudgetTooSmall as error:
+            if not logged:
+                raise
+            return self._level_3(request, error)
+        except CacheError:
+            raise
         except RequestError as error:
             if given is None and request != Request():
                 raise
             return self._level_3(request, error)
         except Exception as error:  # raised by third-party code: pipelines, hooks, adapters
-            return self._level_3(request, error)
-        try:
-            plan = planning_inputs.plan(self._limits)
-        except BudgetTooSmall as error:
-            if not planning_inputs.footprint.from_call_log:
-                raise
             return self._level_3(request, error)
         planning_inputs = planning_inputs._replace(cache=None)  # intermediate results of one plan take memory
         self._inputs_by_shape[shape] = planning_inputs
@@ -148,17 +163,20 @@ class Replanner:
         if len(self._devices) > 1:
             self._limits = self._limits._replace(host=plan.device)
 
-    def _planning_inputs(self, request: Request, call: Given | CallLog | None) -> PlanningInputs:
+    def _planning_inputs(
+        self, request: Request, call: Given | CallLog | None, cache: StepCache | None
+    ) -> PlanningInputs:
         if isinstance(self._measurer, Exception):
             raise self._measurer
-        return measured(self._measurer, request, call, self._limits, self._machine_once_free)
+        return measured(self._measurer, request, call, self._limits, self._machine_once_free, cache)
 
     def _with_missing_parts(self, request: Request, planning_inputs: PlanningInputs) -> PlanningInputs:
         """`planning_inputs`, with those missing parts measured that a plan within the current limits needs."""
         if isinstance(self._measurer, Exception) or not planning_inputs.missing(self._limits):
             return planning_inputs
         missing = lambda bare: planning_inputs._replace(footprint=bare).missing(self._limits)  # noqa: E731
-        return planning_inputs._replace(footprint=self._measurer.measure(request, planning_inputs.call, missing))
+        measurer = self._measurer.with_cache(planning_inputs.step_cache)
+        return planning_inputs._replace(footprint=measurer.measure(request, planning_inputs.call, missing))
 
     def _machine_once_free(self) -> Machine:
         self._machine = self._machine or self._free_machine()
@@ -181,11 +199,11 @@ class Replanner:
         if self._backward is not None:
             as_trained = {"backward": self._backward, "guidance": guidance_of(pipe, request)}
             requests.insert(0, request.model_copy(update=as_trained))
-        shapes = [shape_of(pipe, each) for each in requests]
+        shapes = [self._shape(pipe, each) for each in requests]
         if now.request is not None:
-            planned = shape_of(pipe, now.request)
+            planned = self._shape(pipe, now.request)
             known = planned in shapes and planned not in self._logs
-            if known or (self.keeps_whole and _is_whole(now) and _is_within(shapes[0], planned)):
+            if known or (self.keeps_whole and offloads_nothing(now) and is_within(shapes[0], planned)):
                 return None
         given = given_to(pipe, args, kwargs)
         for each in requests[:-1]:
@@ -205,7 +223,7 @@ class Replanner:
     def logged(self, pipe: Any, now: Plan, log: CallLog) -> None:
         """Store the `log` of a finished call: the next call of this kind is planned from it."""
         assert now.request is not None
-        shape = shape_of(pipe, now.request)
+        shape = self._shape(pipe, now.request)
         self._tried.add(now.request)
         self._logs[shape] = log
         self._plans.pop(shape, None)
@@ -217,7 +235,7 @@ class Replanner:
         control group has left now is all that there is. Raises BudgetTooSmall.
         """
         assert now.request is not None
-        shape, predicted = shape_of(pipe, now.request), now.predicted_peak(now.device)
+        shape, predicted = self._shape(pipe, now.request), now.predicted_peak(now.device)
         if shape not in self._inputs_by_shape:
             raise _nothing_less(now, held)
         planning_inputs = self._inputs_by_shape[shape]
@@ -254,7 +272,7 @@ class Replanner:
         predicted = {name: now.predicted_peak(name) for name in free}
         short = [name for name, size in free.items() if size < predicted[name]] or list(free)
         sizes = {name: min(size, int(predicted[name] * LESS)) if name in short else size for name, size in free.items()}
-        limits, known = self._limits, self._inputs_by_shape[shape_of(pipe, now.request)].machine
+        limits, known = self._limits, self._inputs_by_shape[self._shape(pipe, now.request)].machine
         machine = self._use_machine(with_taken(known, beside))
         others = {each.name: taken_by_others(each) for each in machine.accelerators}
         budget = self._limits.budget or Budget(device=1)
@@ -280,20 +298,4 @@ def _nothing_less(now: Plan, size: int) -> BudgetTooSmall:
     return BudgetTooSmall(
         f"{format_bytes(size)} on {now.device} are not enough for level 3, and no plan for less can be made: {why}",
         available_bytes=size,
-    )
-
-
-def _is_whole(plan: Plan) -> bool:
-    """Whether the plan would gain nothing from more memory."""
-    resident = all(part.placement == "resident" for part in plan.components.values())
-    return resident and plan.lossless and not plan.vae.splits
-
-
-def _is_within(shape: CallShape, other: CallShape) -> bool:
-    """Whether a call of `shape` needs no more memory than one of `other`."""
-    if (shape.guided and other.guided is False) or shape.others != other.others:
-        return False
-    return all(
-        less is not None and more is not None and less <= more if less != more else True
-        for less, more in zip(shape[:4], other[:4], strict=True)
     )

@@ -11,9 +11,9 @@ from tightfit.devices.choose import choose_device
 from tightfit.devices.device import Device
 from tightfit.devices.ram import held_bytes
 from tightfit.errors import BudgetTooSmall, InputError, TightfitError, unknown_name
+from tightfit.run.limits import Limits
 from tightfit.run.load import Loaded, load, load_made, load_on_rank
 from tightfit.run.models import DTYPES, stored_dtype
-from tightfit.run.plan_options import Limits
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.planning_context import machine_of, plan_within
 from tightfit.run.simulate import simulate_call

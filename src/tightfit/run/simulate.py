@@ -23,7 +23,7 @@ from tightfit.measure.build_models import build_known
 from tightfit.measure.call_log import CallLog
 from tightfit.measure.call_profiler import CallProfiler
 from tightfit.measure.meta_copy import PROMPT
-from tightfit.measure.modules import find_components, find_role, inspect_pipeline
+from tightfit.measure.modules import find_components, find_role, inspect_pipeline, takes_steps
 from tightfit.measure.repeated import Repeater
 from tightfit.run.argument_values import Given
 from tightfit.run.call_arguments import NAMES, call_arguments, dummy_inputs, guidance_of
@@ -88,7 +88,7 @@ class SimulationRun:
         if self.request.backward is not None:
             require_gradients(denoisers, self.request)
         ranks = parallel and parallel.simulated(card)
-        self.caches = {} if cache is None else dict.fromkeys(filter(_takes_steps, denoisers), cache)
+        self.caches = {} if cache is None else dict.fromkeys(filter(takes_steps, denoisers), cache)
         if self.caches:
             choices = {"components": {name: {"cache": cache} for name in self.caches}} | dict(choices)
         device = f"simulated:{card.index}"
@@ -147,11 +147,6 @@ class SimulationRun:
     @property
     def _device(self) -> torch.device:
         return torch.device(NAME, self.card.index)
-
-
-def _takes_steps(name: str) -> bool:
-    """Whether a denoiser of that name predicts the steps itself, rather than helping one that does."""
-    return not name.startswith(("controlnet", "adapter"))
 
 
 def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Request]:

@@ -15,7 +15,7 @@ from tightfit.schema.footprint import FeatureMaps
 from tightfit.schema.machine import Budget
 from tightfit.schema.network_part import Granularity, NetworkPart, OffloadTarget, Placement
 from tightfit.schema.request import Request
-from tightfit.schema.step_cache import StepCache
+from tightfit.schema.step_cache import NamedCache
 from tightfit.schema.stores import STORES, StoreKind
 from tightfit.schema.vae_plan import VaePlan
 from tightfit.units import format_bytes
@@ -114,7 +114,7 @@ class ComponentPlan(Record):
     compiled: bool = False  # run that network compiled by AOTInductor
     gradient_checkpointing: Auto = None  # run blocks again in a backward pass; None, or "auto": unless resident
     attention: Attention = "auto"  # backend; "auto": torch's choice, or chunked where that would keep all scores
-    cache: StepCache | None = None  # denoisers: what is kept from step to step, to leave out work
+    cache: NamedCache | None = None  # denoisers: what is kept from step to step, to leave out work
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

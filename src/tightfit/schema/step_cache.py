@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, model_validator
 from tightfit.errors import PlanError, unknown_name
 from tightfit.schema.base import Count, Positive, Real, Record
 
-__all__ = ["STRATEGIES", "CacheLike", "Decides", "Predicts", "Reuses", "StepCache", "StrategyKind"]
+__all__ = ["STRATEGIES", "CacheLike", "Decides", "NamedCache", "Predicts", "Reuses", "StepCache", "StrategyKind"]
 
 Reuses = Literal["blocks", "network", "attention", "prompt"]
 Predicts = Literal["as it was", "taylor", "linear in time"]
@@ -180,6 +180,11 @@ class StepCache(Record):
     def lossless(self) -> bool:
         return self.kind.lossless
 
+    @property
+    def by_values(self) -> bool:
+        """Whether it depends on values of tensors which steps are skipped."""
+        return self.kind.decides in ("first blocks", "modulated input", "output rate") and self.skipped_steps is None
+
     def lossy(self, name: str) -> list[str]:
         """Return what may change the numbers of the component `name`, named by its technique."""
         return [] if self.lossless else [f"step-cache: {self.strategy} in {name}"]
@@ -199,4 +204,9 @@ class StepCache(Record):
         return name != "strategy" and getattr(self, name) not in (None, type(self).model_fields[name].default)
 
 
+def _of_text(said: object) -> object:
+    return StepCache.of(said) if isinstance(said, str) else said
+
+
+NamedCache: TypeAlias = Annotated[StepCache, BeforeValidator(_of_text)]  # as a plan's field: also as text
 CacheLike: TypeAlias = StepCache | Mapping[str, Any] | str | None  # as users may say it; None: no step cache

@@ -20,7 +20,7 @@ from tightfit.apply.activations.caches.branch_cache import BranchCache, LeaveOut
 from tightfit.apply.activations.caches.kept_tensors import KeptTensors
 from tightfit.apply.activations.caches.step_counter import DenoiserCall
 from tightfit.devices.pinned_pool import ActivationHostPool
-from tightfit.errors import PlanError, RunError
+from tightfit.errors import CacheError, RunError
 from tightfit.measure.modules import find_blocks, weight_bytes
 from tightfit.schema.step_cache import StepCache
 
@@ -38,7 +38,7 @@ class SkippableBlocks:
 
     @classmethod
     def of(cls, name: str, network: nn.Module, settings: StepCache) -> SkippableBlocks:
-        """Return the blocks of `network`, the component `name`. Raises PlanError if none is left to be skipped."""
+        """Return the blocks of `network`, the component `name`. Raises CacheError if none is left to be skipped."""
         lists: dict[str, list[nn.Module]] = {}
         for path, block in find_blocks(network).items():
             lists.setdefault(path.rpartition(".")[0], []).append(block)
@@ -48,7 +48,7 @@ class SkippableBlocks:
         first, last = settings.value("first_blocks"), settings.value("last_blocks")
         middle = blocks[first : len(blocks) - last]
         if not middle or (settings.kind.decides in ("first blocks", "modulated input") and not first):
-            raise PlanError(
+            raise CacheError(
                 f"cache={settings.strategy} leaves none of the {len(blocks)} blocks of {name} to be skipped: "
                 f"first_blocks={first}, last_blocks={last}",
                 component=name,

@@ -10,6 +10,7 @@ from torch import nn
 
 from tightfit.apply.activations.caches.conditions import SkipCondition
 from tightfit.apply.activations.caches.kept_tensors import KeptTensors
+from tightfit.apply.activations.caches.step_changes import StepChanges
 from tightfit.apply.activations.caches.step_counter import DenoiserCall
 from tightfit.devices.pinned_pool import ActivationHostPool
 from tightfit.schema.step_cache import StepCache
@@ -30,6 +31,7 @@ class BranchCache(ABC):
         self.call: DenoiserCall | None = None  # the call in progress
         self.failed: str | None = None  # why nothing can be skipped
         self.skipped_last = False  # whether the last call skipped
+        self.changes: StepChanges | None = None  # where changes are noted, of calls that skip nothing
 
     @property
     @abstractmethod
@@ -61,6 +63,8 @@ class BranchCache(ABC):
         if self.skips is None:
             self.skips = self.condition.decide(self.call, seen)
             self._decided()
+        elif self.changes is not None:
+            self.changes.note_compared(self.call.step, self.condition.change_to(seen))
         self.condition.note(self.call, seen, skipped=self.skips)
 
     def _decided(self) -> None:
@@ -82,6 +86,8 @@ class BranchCache(ABC):
         assert self.call is not None
         if not self._compares:
             self.condition.note(self.call, None, skipped=bool(self.skips))
+        if self.changes is not None:
+            self.changes.note_reused(self.call.step, [each for kept in self.kept for each in kept.latest])
         for kept in self.kept:
             kept.settle()
         self.skipped_last, self.call = bool(self.skips), None

@@ -16,6 +16,7 @@ from tightfit.apply.activations.caches.block_cache import BlockCache, SkippableB
 from tightfit.apply.activations.caches.branch_cache import BranchCache
 from tightfit.apply.activations.caches.network_cache import NetworkCache
 from tightfit.apply.activations.caches.prompt_cache import PromptCache, prompt_modules
+from tightfit.apply.activations.caches.step_changes import StepChanges
 from tightfit.apply.activations.caches.step_counter import DenoiserCall, StepCounter
 from tightfit.apply.activations.caches.unet_cache import UnetCache, deep_blocks
 from tightfit.apply.activations.gradient_checkpointing import attention_layers
@@ -23,7 +24,7 @@ from tightfit.apply.method_overrides import override_class_members
 from tightfit.apply.module_hooks import wrap
 from tightfit.devices.device import Device
 from tightfit.devices.pinned_pool import ActivationHostPool
-from tightfit.errors import PlanError
+from tightfit.errors import CacheError
 from tightfit.measure.modules import compiled_around, has_skips
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.results import CacheTrace
@@ -49,10 +50,12 @@ class ComponentCache:
         recorder: Recorder,
     ) -> None:
         """`steps` returns how many steps a call takes, None if unknown; `leave_out` is called with the modules that
-        the call in progress will not run, and returns the bytes that were loaded for them. Raises PlanError.
+        the call in progress will not run, and returns the bytes that were loaded for them. Raises CacheError.
         """
         if network._compiled_call_impl is not None:
-            raise PlanError(f"cache={settings.strategy}: {name} is compiled as a whole, and has no blocks to leave out")
+            raise CacheError(
+                f"cache={settings.strategy}: {name} is compiled as a whole, and has no blocks to leave out"
+            )
         self._name, self._settings, self._recorder = name, settings, recorder
         pool = ActivationHostPool(device) if settings.keep_on == "host" and device.separate else None
         self._pool, self._leaves_out = pool, leave_out
@@ -63,6 +66,7 @@ class ComponentCache:
         self._branches: dict[Hashable, BranchCache] = {}
         self._now: BranchCache | None = None
         self._skipped: set[int] = set()
+        self._changes: list[StepChanges] | None = None
         self.on_leave_out: Callable[[], object] = lambda: None  # is called when modules are left out
         self._in_vain = 0  # bytes of weights that were on the device, or on their way, when they were left out
         self._peaks = [0, 0]  # bytes that were kept on the device and in host memory
@@ -81,11 +85,11 @@ class ComponentCache:
         if settings.kind.reuses == "attention":
             layers = tuple(attention_layers(network))
             if not layers:
-                raise PlanError(f"cache={settings.strategy}: {self._name} has no attention layers that diffusers knows")
+                raise CacheError(f"cache={settings.strategy}: {self._name} has no attention layers of diffusers")
             return layers, lambda: AttentionCache(layers, settings, pool, leave)
         if has_skips(network):
             if settings.kind.decides == "modulated input" or settings.strategy == "blockdance":
-                raise PlanError(
+                raise CacheError(
                     f"cache={settings.strategy} is for transformers: {self._name} is a U-Net. "
                     "static, first-block, taylorseer, pab, easycache, meancache and text-kv take U-Nets"
                 )
@@ -113,7 +117,7 @@ class ComponentCache:
             if module._compiled_call_impl is not None:
                 wrap(module, functools.partial(around, module), undo)
             elif id(module) in compiled:
-                raise PlanError(f"cache={self._settings.strategy}: parts of {self._name} inside a compiled module")
+                raise CacheError(f"cache={self._settings.strategy}: parts of {self._name} inside a compiled module")
             else:
                 undo(override_class_members(module, __call__=around(module, type(module).__call__)))
         for module, watch in self._watched(network):
@@ -133,7 +137,7 @@ class ComponentCache:
         first = self.modules[0]
         attention = next(iter(attention_layers(first)), None)
         if attention is None:
-            raise PlanError(f"cache={self._settings.strategy}: the first block of {self._name} has no attention layer")
+            raise CacheError(f"cache={self._settings.strategy}: the first block of {self._name} has no attention layer")
 
         def watch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             seen = next(
@@ -227,11 +231,23 @@ class ComponentCache:
             self._forwards += 1
             if key not in self._branches:
                 self._forget([other for other in self._branches if other[:2] == key[:2]])  # type: ignore[index]
-                self._branches[key] = self._make()
+                self._branches[key] = self._made()
             branch = self._branches[key]
             return self._within(branch, place, functools.partial(work, network), network, args, kwargs)
 
         return run
+
+    def _made(self) -> BranchCache:
+        branch = self._make()
+        if self._changes is not None:
+            branch.changes = StepChanges()
+            self._changes.append(branch.changes)
+        return branch
+
+    def observe(self) -> list[StepChanges]:
+        """Return a list to which the changes of each guidance prediction of the calls to come are added."""
+        self._changes = []
+        return self._changes
 
     def _within(
         self, branch: BranchCache, place: DenoiserCall, work: Callable[..., Any], network: nn.Module,

@@ -13,7 +13,7 @@ from tightfit.errors import RunError
 from tightfit.schema.step_cache import StepCache
 from tightfit.simulator.storage import store_of
 
-__all__ = ["SkipCondition", "mean_change", "mean_size"]
+__all__ = ["SkipCondition", "mean_change", "mean_size", "relative_change"]
 
 
 class SkipCondition:
@@ -60,12 +60,17 @@ class SkipCondition:
         threshold, before = self._settings.value("threshold"), self._compared
         if before is None or before.shape != seen.shape:
             return False
-        change = relative_change(seen, before)
+        change = self.change_to(seen)
         if change is None:  # no values
             return self.alternates(call)
         if self._settings.kind.decides == "first blocks":
             return change <= float(threshold)
         return self.adds_up(self._rescaled(change))
+
+    def change_to(self, seen: torch.Tensor) -> float | None:
+        """Return how much `seen` differs from what it is compared with; None if there is none such, or no values."""
+        before = self._compared
+        return None if before is None or before.shape != seen.shape else relative_change(seen, before)
 
     def alternates(self, call: DenoiserCall) -> bool:
         """Whether `call` is skipped where there are no values to compare: every second step is."""

@@ -30,6 +30,11 @@ class KeptTensors:
         return bool(self._factors) and all(each.unchanged for each in self._all)
 
     @property
+    def latest(self) -> list[torch.Tensor]:
+        """The value that was kept last, on the device."""
+        return [each.tensor() for each in self._factors[0]] if self._factors else []
+
+    @property
     def device_bytes(self) -> int:
         """Bytes that are kept on the device between steps."""
         return sum(each.nbytes for each in self._all if not each.in_host_memory)

@@ -81,13 +81,22 @@ class NetworkCache(BranchCache):
         if self.skips is None:
             self.skips = False
             if self._inputs is not None and self._latest is not None:
-                output, change = self._latest[1], mean_change(latents, self._inputs)
+                change = mean_change(latents, self._inputs)
                 if change is None:  # no values
                     self.skips = self.condition.alternates(self.call)
-                elif self._rate is not None:
-                    self.skips = self.condition.adds_up(self._rate * change / (mean_size(output) or 1.0))
+                elif (predicted := self._change_of_output(change)) is not None:
+                    self.skips = self.condition.adds_up(predicted)
             self._decided()
+        elif self.changes is not None and self._inputs is not None:
+            change = mean_change(latents, self._inputs)
+            self.changes.note_compared(self.call.step, None if change is None else self._change_of_output(change))
         self.condition.note(self.call, None, skipped=bool(self.skips))
+
+    def _change_of_output(self, change: float) -> float | None:
+        """Return the predicted relative change of the output for a `change` of the latents; None if not known yet."""
+        if self._rate is None or self._latest is None:
+            return None
+        return self._rate * change / (mean_size(self._latest[1]) or 1.0)
 
     def _predicted(self, given: dict[str, Any], latents: torch.Tensor | None) -> list[torch.Tensor]:
         assert self.call is not None

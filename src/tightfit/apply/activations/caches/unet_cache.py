@@ -17,21 +17,21 @@ from tightfit.apply.activations.caches.block_cache import SkippableBlocks
 from tightfit.apply.activations.caches.branch_cache import BranchCache, LeaveOut, Work
 from tightfit.apply.activations.caches.kept_tensors import KeptTensors
 from tightfit.devices.pinned_pool import ActivationHostPool
-from tightfit.errors import PlanError
+from tightfit.errors import CacheError
 from tightfit.schema.step_cache import StepCache
 
 __all__ = ["UnetCache", "deep_blocks"]
 
 
 def deep_blocks(name: str, network: nn.Module, settings: StepCache) -> SkippableBlocks:
-    """Return the blocks of the U-Net `network`, the component `name`. Raises PlanError if none can be skipped."""
+    """Return the blocks of the U-Net `network`, the component `name`. Raises CacheError if none can be skipped."""
     down, up = list(network.down_blocks), list(network.up_blocks)  # type: ignore[arg-type]
     outer = max(settings.value("first_blocks"), settings.value("last_blocks"), 1)
     outer = min(outer, len(down) - 1) if settings.first_blocks is None and settings.last_blocks is None else outer
     middle = getattr(network, "mid_block", None)
     deep = [*down[outer:], *([middle] if isinstance(middle, nn.Module) else []), *up[: len(up) - outer]]
     if not 0 < outer < min(len(down), len(up)):
-        raise PlanError(
+        raise CacheError(
             f"cache={settings.strategy} leaves no block of {name} to be skipped: of its {len(down)} down blocks and "
             f"{len(up)} up blocks, the {outer} outermost run in every step",
             component=name,
