@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     )
     from tightfit.plan.planner import make_plan
     from tightfit.report.summary import Report
+    from tightfit.run.cache_trials import calibrate
     from tightfit.run.fit import fit
     from tightfit.run.footprints import measure_footprint
     from tightfit.run.load import Loaded, load
+    from tightfit.schema.cache_calibration import CacheCalibration
     from tightfit.schema.footprint import Footprint
     from tightfit.schema.machine import Budget, Machine
     from tightfit.schema.plan import Plan
@@ -30,6 +32,7 @@ __all__ = [
     "AlreadyFitted",
     "Budget",
     "BudgetTooSmall",
+    "CacheCalibration",
     "Fitted",
     "Footprint",
     "InputError",
@@ -45,16 +48,18 @@ __all__ = [
     "TightfitError",
     "Trace",
     "apply_plan",
+    "calibrate",
     "fit",
     "load",
     "make_plan",
     "measure_footprint",
 ]
 
-# the last four import torch and diffusers, which takes seconds
+# the last five import torch and diffusers, which takes seconds
 _MODULES = (
     "errors", "schema.footprint", "schema.request", "schema.machine", "schema.plan", "schema.results", "report.summary",
-    "plan.planner", "run.fit", "apply.fitting", "run.footprints", "run.load",
+    "plan.planner", "schema.cache_calibration", "run.fit", "apply.fitting", "run.footprints", "run.load",
+    "run.cache_trials",
 )  # fmt: skip
 
 

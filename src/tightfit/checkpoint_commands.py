@@ -9,11 +9,13 @@ from typing import Annotated
 
 import typer
 
+from tightfit.command_options import AsJson, Batch, Dtype, Frames, Guidance, Negative, Pixels, Where
 from tightfit.errors import InputError
-from tightfit.terminal import errors_as_lines, say, showing_steps
+from tightfit.run.plan_options import call_request
+from tightfit.terminal import errors_as_lines, quiet_transformers, say, showing_steps
 from tightfit.units import format_bytes
 
-__all__ = ["SHARD_EXAMPLES", "shard"]
+__all__ = ["EXPORT_EXAMPLES", "SHARD_EXAMPLES", "export", "shard"]
 
 SHARD_EXAMPLES = """Write a model as a diffusers folder with sharded weights and checksums.
 
@@ -32,6 +34,46 @@ file, also one as its authors published it, if diffusers can convert that;
 be there. The network is never used. SRC is read piece by piece; DST is there
 when it is whole. After an interruption the same command goes on from there.
 """
+
+
+EXPORT_EXAMPLES = """Export a model's denoiser to a file, for one size of request.
+
+Examples:
+
+  tightfit export --out unet.exported
+  tightfit export ./sdxl --height 1024 --width 1024 --out sdxl.exported
+  tightfit run ./sdxl "a lighthouse" --set components.unet.exported=sdxl.exported
+
+The file holds no weights and no code. It is refused for other shapes, another
+dtype, another configuration and other versions of torch and diffusers.
+"""
+
+
+def export(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A folder or a hub id.")] = None,
+    *,
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+    component: Annotated[str | None, typer.Option(help="Which network, where there are several denoisers.")] = None,
+    height: Pixels = None,
+    width: Pixels = None,
+    frames: Frames = None,
+    guidance: Guidance = None,
+    batch: Batch = 1,
+    negative: Negative = None,
+    device: Where = None,
+    dtype: Dtype = None,
+    as_json: AsJson = False,
+) -> None:
+    with errors_as_lines(as_json):
+        asked = call_request({}, height=height, width=width, frames=frames, guidance=guidance, batch=batch, steps=None)
+        with say("exporting"), quiet_transformers():
+            from tightfit.run.job import export_model
+
+            inputs = {} if negative is None else {"negative_prompt": negative}
+            exported_file = export_model(model, out, asked, name=component, device=device, dtype=dtype, inputs=inputs)
+        typer.echo(f"wrote {out}: {len(exported_file.graph.operations)} operations, no weights")
+        if as_json:
+            typer.echo(json.dumps({"outputs": [str(out)], "operations": len(exported_file.graph.operations)}))
 
 
 def shard(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tightfit.batch_command import BATCH_EXAMPLES, batch
-from tightfit.checkpoint_commands import SHARD_EXAMPLES, shard
+from tightfit.calibrate_command import CALIBRATE_EXAMPLES, calibrate
+from tightfit.checkpoint_commands import EXPORT_EXAMPLES, SHARD_EXAMPLES, export, shard
 from tightfit.command_options import (
     Allow,
     AsJson,
@@ -44,7 +45,6 @@ from tightfit.run.limits import limits_of
 from tightfit.run.plan_options import (
     CHART_EXAMPLES,
     EXAMPLES,
-    EXPORT_EXAMPLES,
     MACHINE_EXAMPLES,
     PLAN_EXAMPLES,
     RUN_EXAMPLES,
@@ -220,34 +220,6 @@ def machine(
             typer.echo(found.to_json())
 
 
-@app.command(help=EXPORT_EXAMPLES)
-def export(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A folder or a hub id.")] = None,
-    *,
-    out: Annotated[Path, typer.Option(help="The file to write.")],
-    component: Annotated[str | None, typer.Option(help="Which network, where there are several denoisers.")] = None,
-    height: Pixels = None,
-    width: Pixels = None,
-    frames: Frames = None,
-    guidance: Guidance = None,
-    batch: Batch = 1,
-    negative: Negative = None,
-    device: Where = None,
-    dtype: Dtype = None,
-    as_json: AsJson = False,
-) -> None:
-    with errors_as_lines(as_json):
-        asked = call_request({}, height=height, width=width, frames=frames, guidance=guidance, batch=batch, steps=None)
-        with say("exporting"), quiet_transformers():
-            from tightfit.run.job import export_model
-
-            inputs = {} if negative is None else {"negative_prompt": negative}
-            exported_file = export_model(model, out, asked, name=component, device=device, dtype=dtype, inputs=inputs)
-        typer.echo(f"wrote {out}: {len(exported_file.graph.operations)} operations, no weights")
-        if as_json:
-            typer.echo(json.dumps({"outputs": [str(out)], "operations": len(exported_file.graph.operations)}))
-
-
 @app.command(help=CHART_EXAMPLES)
 def chart(
     *,
@@ -277,6 +249,8 @@ def chart(
 
 
 app.command(cls=RunCommand, help=BATCH_EXAMPLES)(batch)
+app.command(help=EXPORT_EXAMPLES)(export)
+app.command(help=CALIBRATE_EXAMPLES)(calibrate)
 app.command(help=SHARD_EXAMPLES)(shard)
 
 

@@ -16,24 +16,29 @@ import torch
 
 from tightfit.apply.activations.caches.step_changes import StepChanges
 from tightfit.apply.fitting import Fitted
+from tightfit.checkpoint.loading import load_pipeline
 from tightfit.devices.device import Device
-from tightfit.errors import BudgetTooSmall, CacheError, InputError
+from tightfit.errors import BudgetTooSmall, CacheError, InputError, unknown_name
 from tightfit.measure.modules import HANDLE
 from tightfit.measure.picture_difference import psnr
-from tightfit.progress import ProgressTracker
+from tightfit.progress import ProgressTracker, listening, showing
 from tightfit.run.cache_candidates import candidates_for, checked_strategies, observing
 from tightfit.run.calibrated_caches import PipelineIdentity, keep_calibration
+from tightfit.run.call_arguments import call_arguments
 from tightfit.run.fit import fit
-from tightfit.run.limits import BudgetLike
+from tightfit.run.limits import BudgetLike, Limits
+from tightfit.run.models import find_model
+from tightfit.run.prompt import Prompt
+from tightfit.run.run_target import RunOptions
 from tightfit.schema.cache_calibration import CacheCalibration, CacheTrial
+from tightfit.schema.request import Request
 from tightfit.schema.results import CacheTrace, Trace
 from tightfit.schema.step_cache import StepCache
 
-__all__ = ["Calls", "calibrate"]
+__all__ = ["Calls", "calibrate", "calibrate_model"]
 
 Calls = Sequence[str | Mapping[str, Any]]  # prompts, or arguments of calls by name
 WORST = 20.0  # dB: settings of a strategy that skip more than those below it are not tried
-CALIBRATING = 4  # settings of a strategy that are tried, about; for the time left
 
 
 def calibrate(
@@ -68,25 +73,54 @@ def calibrate(
     identity = PipelineIdentity(pipe)
     trials = _Trials(pipe, [_arguments(pipe, each, index, common) for index, each in enumerate(calls)],
                      {"budget": budget, "ram": ram, "device": device})  # fmt: skip
-    tracker = ProgressTracker(len(names) * CALIBRATING + 1)
-    reference = trials.made(None)
-    if reference is None or not reference.steps:
-        raise InputError(f"{type(pipe).__name__} counts no denoising steps: there is nothing that could be skipped")
-    tracker.did(1)
-    found: list[CacheTrial] = []
-    for name in names:
-        for done, trial in enumerate(trials.of_strategy(name, reference), start=1):
-            found.append(trial)
-            tracker.did(1 if done < CALIBRATING else 0)
-        tracker.did(max(CALIBRATING - sum(each.cache.strategy == name for each in found), 0))
+    settings = dict(getattr(pipe, "_progress_bar_config", {}))
+    pipe.set_progress_bar_config(**settings | {"disable": True})
+    try:
+        with showing("calibrating", settings):
+            found, reference = _tried(trials, names)
+    finally:
+        pipe._progress_bar_config = settings
+    assert reference.steps is not None
     result = CacheCalibration(weights=identity.weights, calls=len(calls), steps=reference.steps, trials=tuple(found))
     keep_calibration(identity, result)
     return result
 
 
+def calibrate_model(
+    model: str | None, prompts: Sequence[str], request: Request, negative: str | None = None, *,
+    strategies: Sequence[str] | None, budget: BudgetLike, ram: str | int | None, device: str | None, dtype: str | None,
+) -> CacheCalibration:  # fmt: skip
+    """Load `model`, a folder or a hub id (None: the demo model), and calibrate it with calls of that `request`."""
+    checked_strategies(strategies)
+    target = RunOptions({}, Limits(None), device, dtype).target()
+    folder = find_model(model)
+    pipe = load_pipeline(folder, getattr(torch, target.dtype_of(folder)))
+    calls = []
+    for index, text in enumerate(prompts):
+        arguments = call_arguments(pipe, Prompt(text, index, negative), request)
+        calls.append({name: value for name, value in arguments.items() if name != "generator"} | {"seed": index})
+    return calibrate(pipe, calls, strategies=strategies, budget=budget, ram=ram, device=target.device)
+
+
+def _tried(trials: _Trials, names: Sequence[str]) -> tuple[list[CacheTrial], _Made]:
+    """Return the trials of all strategies `names`, and the calls without a step cache."""
+    tracker, found = ProgressTracker(len(names) + 1), list[CacheTrial]()
+    reference = trials.made(None)
+    if reference is None or not reference.steps:
+        raise InputError(f"{trials.kind} counts no denoising steps: there is nothing that could be skipped")
+    tracker.did(1)
+    for name in names:
+        found += trials.of_strategy(name, reference)
+        tracker.did(1)
+    return found, reference
+
+
 def _arguments(pipe: Any, call: str | Mapping[str, Any], index: int, common: Mapping[str, Any]) -> dict[str, Any]:
     taken = inspect.signature(type(pipe).__call__).parameters
     given = dict(common) | ({"prompt": call} if isinstance(call, str) else dict(call))
+    for name in given.keys() - {"seed"}:
+        if name not in taken:
+            raise InputError(unknown_name(f"argument of {type(pipe).__name__}", name, taken), name=name)
     if "output_type" in taken:
         given["output_type"] = "np"
     if isinstance(given.get("generator"), torch.Generator):
@@ -110,6 +144,7 @@ class _Trials:
 
     def __init__(self, pipe: Any, calls: Sequence[Mapping[str, Any]], limits: Mapping[str, Any]) -> None:
         self._pipe, self._calls, self._limits = pipe, calls, limits
+        self.kind = type(pipe).__name__
 
     def of_strategy(self, name: str, reference: _Made) -> Iterator[CacheTrial]:
         """Yield trials of a strategy's settings, until the pictures are too different; none if it does not suit."""
@@ -135,18 +170,17 @@ class _Trials:
 
     def made(self, cache: StepCache | None) -> _Made | None:
         """Make all calls with `cache`; None if the pipeline does not take it, or it does not fit."""
-        try:
-            fitted = fit(self._pipe, cache=cache, example=_example(self._calls[0]), **self._limits)
-        except (CacheError, BudgetTooSmall):
-            if cache is None:
-                raise
-            return None
-        try:
-            return self._under(fitted)
-        except CacheError:
-            return None
-        finally:
-            fitted.undo()
+        with listening(lambda share, left: None):  # planning has a progress of its own
+            try:
+                fitted = fit(self._pipe, cache=cache, example=_example(self._calls[0]), **self._limits)
+            except (CacheError, BudgetTooSmall):
+                if cache is None:
+                    raise
+                return None
+            try:
+                return self._under(fitted)
+            finally:
+                fitted.undo()
 
     def _under(self, fitted: Fitted) -> _Made:
         changes = [cache.observe() for cache in fitted.session.caches.values()]
@@ -189,12 +223,13 @@ def _trial(cache: StepCache, made: _Made, reference: _Made) -> CacheTrial:
     ]
     ratios = [ratio for pair in pairs if (ratio := psnr(*pair)) != float("inf")]
     counts = collections.Counter(step for trace in made.caches for step in trace.skipped_steps)
+    mean_skipped = counts.total() / len(made.caches)
     return CacheTrial(
         cache=cache,
         least_psnr=round(min(ratios), 2) if ratios else None,
         mean_psnr=round(sum(ratios) / len(ratios), 2) if ratios else None,
-        skipped_steps=tuple(sorted(step for step, count in counts.items() if 2 * count >= len(made.caches))),
-        mean_skipped=round(counts.total() / len(made.caches), 2),
+        skipped_steps=tuple(sorted(step for step, _ in counts.most_common(round(mean_skipped)))),
+        mean_skipped=round(mean_skipped, 2),
         seconds_share=round(made.seconds / reference.seconds, 3),
         device_bytes=max(each.device_bytes for each in made.caches),
         host_bytes=max(each.host_bytes for each in made.caches),

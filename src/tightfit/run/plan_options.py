@@ -15,7 +15,6 @@ from tightfit.schema.request import Request
 __all__ = [
     "CHART_EXAMPLES",
     "EXAMPLES",
-    "EXPORT_EXAMPLES",
     "MACHINE_EXAMPLES",
     "PLAN_EXAMPLES",
     "RUN_EXAMPLES",
@@ -181,18 +180,6 @@ Examples:
 Memory is what is free now. Rates are measured once, in less than 20 s, and
 kept; --refresh measures them anew. What runs with a budget took corrects the next
 plan for the same; --refresh forgets that, too.
-"""
-
-EXPORT_EXAMPLES = """Export a model's denoiser to a file, for one size of request.
-
-Examples:
-
-  tightfit export --out unet.exported
-  tightfit export ./sdxl --height 1024 --width 1024 --out sdxl.exported
-  tightfit run ./sdxl "a lighthouse" --set components.unet.exported=sdxl.exported
-
-The file holds no weights and no code. It is refused for other shapes, another
-dtype, another configuration and other versions of torch and diffusers.
 """
 
 CHART_EXAMPLES = """Say what known models do on known cards: level, time, peak, largest.

@@ -22,8 +22,8 @@ class CacheTrial(Record):
     cache: StepCache
     least_psnr: float | None  # dB, of the picture that differs most; None: all are the same
     mean_psnr: float | None  # dB, of the pictures that differ; None: there are none
-    skipped_steps: tuple[Count, ...]  # those skipped in at least half of the calls
-    mean_skipped: Real  # steps skipped in a call
+    skipped_steps: tuple[Count, ...]  # those skipped most often, as many as in a call on average
+    mean_skipped: Real  # how many that are
     seconds_share: Real  # seconds of denoising over those without a cache
     device_bytes: Count  # most bytes kept on the device
     host_bytes: Count = 0  # most bytes kept in host memory

@@ -200,6 +200,13 @@ class StepCache(Record):
         said = [f"{name}={getattr(self, name)}" for name in type(self).model_fields if self._says(name)]
         return f"step cache {self.strategy}" + (f" ({', '.join(said)})" if said else "")
 
+    @property
+    def brief(self) -> str:
+        """The strategy and its settings, as text that `of` takes; lists of numbers are left out."""
+        said = [name for name in type(self).model_fields if self._says(name)]
+        values = {name: getattr(self, name) for name in said}
+        return ",".join([self.strategy, *(f"{n}={v}" for n, v in values.items() if not isinstance(v, tuple))])
+
     def _says(self, name: str) -> bool:
         return name != "strategy" and getattr(self, name) not in (None, type(self).model_fields[name].default)
 
