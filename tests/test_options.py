@@ -7,6 +7,22 @@ from typer.main import get_command
 from tightfit.cli import app
 
 COMMANDS = {
+    "calibrate": [
+        "[MODEL]",
+        "--budget",
+        "--device",
+        "--dtype",
+        "--frames",
+        "--guidance",
+        "--height",
+        "--json",
+        "--negative-prompt",
+        "--prompt",
+        "--ram",
+        "--steps",
+        "--strategy",
+        "--width",
+    ],
     "chart": [
         "--cards",
         "--json",
@@ -38,6 +54,7 @@ COMMANDS = {
         "--negative-prompt",
         "--nodes",
         "--plan",
+        "--quality",
         "--ram",
         "--set",
         "--steps",
@@ -62,6 +79,7 @@ COMMANDS = {
         "--out",
         "--plan",
         "--profile",
+        "--quality",
         "--ram",
         "--seed",
         "--set",
@@ -88,6 +106,7 @@ COMMANDS = {
         "--negative-prompt",
         "--out",
         "--plan",
+        "--quality",
         "--ram",
         "--ray",
         "--ray-address",

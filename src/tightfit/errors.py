@@ -4,6 +4,7 @@ TightfitError                   base class; has the values of the message in `.f
 ├── InputError (ValueError)     invalid arguments                         exit code 2
 │   ├── RequestError            a size, step count or prompt that the pipeline does not accept
 │   ├── PlanError               an invalid or unknown field, level, technique or component
+│   │   └── CacheError          a step cache that a network does not take
 │   └── ModelError              a model folder or file that cannot be used
 ├── BudgetTooSmall              no plan fits the budget                   exit code 3
 └── RunError (RuntimeError)     the run itself failed                     exit code 1

@@ -372,7 +372,7 @@ def test_what_makes_no_sense_is_refused(family: str, cache: dict[str, Any], says
         ({"budget": "8GB", "quality": 30}, "allow=step-cache lets it"),
         ({"budget": "8GB", "allow": ["step-cache"], "quality": -1}, "0 or more"),
         ({"budget": "8GB", "allow": ["step-cache"], "parallel": {"context": 2}}, "leave allow=step-cache out"),
-        ({"max_memory": {"cpu": "8GB"}, "allow": ["step-cache"]}, "not with device_map"),
+        ({"max_memory": {"cpu": "8GB"}, "allow": ["step-cache"]}, "not with a map"),
         ({"budget": "8GB", "cache": "static", "parallel": {"context": 2}}, "ranks"),
         ({"budget": "8GB", "cache": "static,interval"}, "not STRATEGY,FIELD=VALUE"),
         ({"budget": "8GB", "cache": "static,interval=["}, "a value is not YAML"),

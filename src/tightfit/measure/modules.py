@@ -31,7 +31,6 @@ __all__ = [
     "inspect_component",
     "inspect_pipeline",
     "layer_weights",
-    "takes_steps",
     "weight_bytes",
     "weight_tensors",
 ]
@@ -192,11 +191,6 @@ def find_role(name: str, module: nn.Module) -> Role:
     if from_transformers:
         return "encoder"
     return "denoiser"
-
-
-def takes_steps(name: str) -> bool:
-    """Whether a denoiser of that name predicts the steps itself, rather than helping one that does."""
-    return not name.startswith(("controlnet", "adapter"))
 
 
 def find_parts(name: str, module: nn.Module) -> dict[str, nn.Module]:

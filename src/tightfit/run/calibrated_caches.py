@@ -18,7 +18,8 @@ from tightfit.checkpoint.headers import read_header
 from tightfit.checkpoint.lazy_loading import build_folder
 from tightfit.errors import TightfitError
 from tightfit.files import cache_folder, read_regular, replacing
-from tightfit.measure.modules import find_components, find_role, takes_steps
+from tightfit.measure.denoisers import find_denoisers
+from tightfit.measure.modules import find_components
 from tightfit.run.limits import Limits
 from tightfit.schema.cache_calibration import CacheCalibration
 
@@ -37,11 +38,10 @@ class PipelineIdentity:
         if (scheduler := getattr(pipe, "scheduler", None)) is not None:
             classes.append(f"scheduler {type(scheduler).__name__}")
         files = {part.name: part.weight_files for part in folder.components} if folder is not None else {}
-        for name, network in sorted(find_components(pipe).items()):
-            if find_role(name, network) == "denoiser" and takes_steps(name):
-                classes.append(f"{name} {type(network).__name__}")
-                tensors = {key: each for key, each in network.state_dict().items() if each.is_floating_point()}
-                weights += _sampled(tensors, None if folder is None else files[name])
+        for name, network in sorted(find_denoisers(find_components(pipe)).items()):
+            classes.append(f"{name} {type(network).__name__}")
+            tensors = {key: each for key, each in network.state_dict().items() if each.is_floating_point()}
+            weights += _sampled(tensors, None if folder is None else files[name])
         self.weights = tuple(weights)
         name = hashlib.sha256("\0".join(classes).encode()).hexdigest()
         self.file = cache_folder() / "cache-calibrations" / f"{name}.json"  # of pipelines of these classes

@@ -66,10 +66,9 @@ def forecast_ranks(
         )
     if simulated:
         raise PlanError(f"{layout.ranks} ranks are computed, not simulated: leave out --timeline")
-    if limits is not None and limits.cache is not None:
-        raise PlanError(f"networks of ranks take no step cache: leave out --cache {limits.cache.strategy}")
-    if limits is not None and limits.may_choose_cache:
-        raise PlanError("networks of ranks take no step cache: leave out --allow step-cache")
+    if limits is not None and (limits.cache is not None or limits.may_choose_cache):
+        said = "--allow step-cache" if limits.cache is None else f"--cache {limits.cache.strategy}"
+        raise PlanError(f"networks of {layout.ranks} ranks take no step cache: leave out {said}")
     if request.backward is not None:
         raise PlanError(f"ranks run calls with gradients whole: leave out --backward {request.backward}")
     if (planned := choices.get("context", layout.ranks)) != layout.ranks:

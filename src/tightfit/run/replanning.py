@@ -90,7 +90,7 @@ class Replanner:
         return shape._replace(others=shape.others | steps)
 
     def _measurer_of(self, pipe: Any, plan_target: PlanTarget) -> Measurer | Exception:
-        """Return a Measurer of `pipe`, or the exception that prevents it, e.g. for weights in a custom format."""
+        """Return a Measurer of `pipe`, or what prevents it, e.g. weights in a custom format."""
         try:
             return Measurer(pipe, expandable=plan_target.expandable)
         except Exception as error:  # raised by third-party code, which copying modules runs
@@ -136,10 +136,8 @@ class Replanner:
             if not logged:
                 raise
             return self._level_3(request, error)
-        except CacheError:
-            raise
-        except RequestError as error:
-            if given is None and request != Request():
+        except (CacheError, RequestError) as error:
+            if isinstance(error, CacheError) or (given is None and request != Request()):
                 raise
             return self._level_3(request, error)
         except Exception as error:  # raised by third-party code: pipelines, hooks, adapters
@@ -175,8 +173,8 @@ class Replanner:
         if isinstance(self._measurer, Exception) or not planning_inputs.missing(self._limits):
             return planning_inputs
         missing = lambda bare: planning_inputs._replace(footprint=bare).missing(self._limits)  # noqa: E731
-        measurer = self._measurer.with_cache(planning_inputs.step_cache)
-        return planning_inputs._replace(footprint=measurer.measure(request, planning_inputs.call, missing))
+        measure = self._measurer.with_cache(planning_inputs.step_cache).measure
+        return planning_inputs._replace(footprint=measure(request, planning_inputs.call, missing))
 
     def _machine_once_free(self) -> Machine:
         self._machine = self._machine or self._free_machine()

@@ -22,8 +22,9 @@ from tightfit.errors import PlanError, unknown_name
 from tightfit.measure.build_models import build_known
 from tightfit.measure.call_log import CallLog
 from tightfit.measure.call_profiler import CallProfiler
+from tightfit.measure.denoisers import find_denoisers
 from tightfit.measure.meta_copy import PROMPT
-from tightfit.measure.modules import find_components, find_role, inspect_pipeline, takes_steps
+from tightfit.measure.modules import find_components, find_role, inspect_pipeline
 from tightfit.measure.repeated import Repeater
 from tightfit.run.argument_values import Given
 from tightfit.run.call_arguments import NAMES, call_arguments, dummy_inputs, guidance_of
@@ -88,7 +89,7 @@ class SimulationRun:
         if self.request.backward is not None:
             require_gradients(denoisers, self.request)
         ranks = parallel and parallel.simulated(card)
-        self.caches = {} if cache is None else dict.fromkeys(filter(takes_steps, denoisers), cache)
+        self.caches = {} if cache is None else dict.fromkeys(find_denoisers(self.components), cache)
         if self.caches:
             choices = {"components": {name: {"cache": cache} for name in self.caches}} | dict(choices)
         device = f"simulated:{card.index}"
