@@ -60,6 +60,7 @@ bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/several.py
 	$(BIN)/python bench/ranks.py
 	PYTHONPATH=tests $(BIN)/python -W ignore bench/device_maps.py
+	PYTHONPATH=tests $(BIN)/python -W ignore bench/step_cache_rivals.py
 	$(BIN)/python bench/rivals.py
 	$(BIN)/python bench/weights.py
 	$(BIN)/python tools/make_tables.py

@@ -24,7 +24,7 @@ RESULTS = ROOT / "bench/results"
 PAGES = (
     ROOT / "README.md", ROOT / "src/tightfit/demo/model/README.md",
     *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "demo-model", "device-maps", "prediction-accuracy")),
-    ROOT / "docs" / "torchrun.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("step-caches", "torchrun")),
 )  # fmt: skip
 OURS = "tightfit"  # among contenders
 SWITCHES = {  # of diffusers, as bench/rivals.py calls them
@@ -464,6 +464,35 @@ def ranks() -> str:
     return table(head, rows)
 
 
+def step_caches() -> str:
+    """Each rival's cache on each pipeline: steps skipped, bytes kept, processor time, difference of the pictures."""
+    facts = read("step-cache-rivals")
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in facts["rows"].values():
+        groups.setdefault((row["rival"], row["family"]), []).append(row)
+    rows = []
+    for (rival, family), group in sorted(groups.items()):
+        blocks = [(row["theirs"]["blocks"], row["ours"]["blocks"]) for row in group]
+        skipped = ", ".join(str(len(row["theirs"]["skipped"])) for row in group)
+        kept = sorted({f"{row['ours']['kept'] / row['theirs']['kept']:.2f} ×" for row in group})
+        times = (
+            ", ".join(f"{row[name]['cpu'] / row['plain']['cpu']:.2f} ×" for row in group) for name in ("theirs", "ours")
+        )
+        difference = max(row["difference"] for row in group)
+        rows.append((
+            rival, family, f"{skipped} of {facts['steps']}", "yes" if all(a == b for a, b in blocks) else "no",
+            ", ".join(kept), *times, "0" if difference == 0 else f"{difference:.0e}",
+        ))  # fmt: skip
+    for family, row in facts["fitted"].items():
+        fitted = f"{row['fitted']['cpu'] / row['plain']['cpu']:.2f} ×"
+        rows.append(("none", family, f"0 of {facts['steps']}", NONE, NONE, "1.00 ×", fitted, NONE))
+    head = (
+        "cache", "pipeline", "steps skipped", "same blocks in each step", "bytes kept, ours ÷ theirs",
+        "time, theirs", "time, ours", "pictures differ by",
+    )  # fmt: skip
+    return table(head, rows)
+
+
 def _mapped(side: dict[str, Any]) -> str:
     """What came of a call with a device map."""
     if "refused" in side:
@@ -487,6 +516,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "reliability": reliability,
     "published": published,
     "ranks": ranks,
+    "step_caches": step_caches,
     "streaming": streaming,
     "budgets": budgets,
     "rivals": rivals,

@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dual-block": {"first_blocks": 1, "warm_up": 1},
     "blockdance": {"last_blocks": 1, "warm_up": 2},
     "taylorseer": {"interval": 3, "warm_up": 2, "order": 2},
+    "taylorseer-lite": {"interval": 3, "warm_up": 2, "order": 2},
 }
 
 
@@ -127,6 +128,33 @@ def test_first_block_skips_the_steps_that_diffusers_skips(family: str, threshold
         assert kept(fitted).skipped_steps
 
 
+@pytest.mark.parametrize("family", ["Flux", "CogVideoX", "Wan", "LTX"])
+@pytest.mark.parametrize(("interval", "order"), [(2, 1), (3, 2)])
+def test_taylorseer_lite_predicts_what_diffusers_predicts(family: str, interval: int, order: int) -> None:
+    """diffusers' TaylorSeer in its lite mode, in the same steps: it counts them from one after its warm-up."""
+    from diffusers.hooks import TaylorSeerCacheConfig
+
+    case, warm_up = BY_NAME[family], 3
+    theirs = make(case)
+    theirs.transformer.enable_cache(
+        TaylorSeerCacheConfig(
+            cache_interval=interval, disable_cache_before_step=warm_up, max_order=order, use_lite_mode=True,
+            taylor_factors_dtype=torch.float32,
+        )
+    )  # fmt: skip
+    runs = [0]
+    queries = next(layer for name, layer in theirs.transformer.named_modules() if name.endswith("to_q"))
+    queries.register_forward_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
+    wanted = draw(theirs, case)
+    skipped = tuple(step for step in range(warm_up, STEPS) if (step - warm_up - 1) % interval)
+    branches = 1 if family in ("CogVideoX", "LTX") else 2
+    assert runs[0] == branches * (STEPS - len(skipped))
+    pipe = make(case)
+    fitted = fit(pipe, {"strategy": "taylorseer-lite", "skipped_steps": skipped, "order": order})
+    assert torch.allclose(draw(pipe, case), wanted, rtol=0, atol=1e-6 * float(wanted.abs().max()))
+    assert kept(fitted).skipped_steps == skipped
+
+
 # what is kept
 
 
@@ -164,7 +192,23 @@ def test_what_first_block_keeps_of_a_transformer() -> None:
     assert kept(fitted).device_bytes == 2 * (seen[0] + mains[0])
 
 
-@pytest.mark.parametrize("strategy", ["static", "first-block", "taylorseer", "blockdance", "pab", "meancache"])
+@pytest.mark.parametrize(("strategy", "tensors"), [("taylorseer-lite", 3), ("meancache", 2)])
+def test_what_is_kept_of_a_whole_network(strategy: str, tensors: int) -> None:
+    """For both predictions: outputs (and timesteps) alone, also in skipped steps."""
+    case = BY_NAME["Flux"]
+    pipe = make(case)
+    outputs: list[int] = []
+    pipe.transformer.proj_out.register_forward_hook(lambda _, __, output: outputs.append(output.nbytes))
+    fitted = fit(pipe, settings(strategy, skipped_steps=(4, 6)))
+    draw(pipe, case)
+    timesteps = 2 * 2 * 4 if strategy == "meancache" else 0
+    assert kept(fitted).skipped_steps == (4, 6)
+    assert kept(fitted).device_bytes == 2 * tensors * outputs[0] + timesteps
+
+
+@pytest.mark.parametrize(
+    "strategy", ["static", "first-block", "taylorseer", "taylorseer-lite", "blockdance", "pab", "meancache"]
+)
 def test_what_is_kept_may_wait_in_host_memory(strategy: str) -> None:
     case = BY_NAME["Flux"]
     pipe = make(case)

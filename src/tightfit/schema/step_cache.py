@@ -76,6 +76,10 @@ STRATEGIES: Mapping[str, StrategyKind] = {
         "blocks", "interval", "TaylorSeer, arXiv:2503.06923", "taylor",
         defaults={"interval": 5, "order": 1, "warm_up": 3},
     ),
+    "taylorseer-lite": StrategyKind(
+        "network", "interval", "TaylorSeer as diffusers' use_lite_mode has it", "taylor", residual=False,
+        defaults={"interval": 5, "order": 1, "warm_up": 3},
+    ),
     "blockdance": StrategyKind(
         "blocks", "interval", "BlockDance, arXiv:2503.15927", residual=False,
         defaults={"interval": 2, "first_blocks": 0, "last_blocks": 8, "warm_up": 10, "cool_down": 2},

@@ -8,7 +8,6 @@ the parameters.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,27 +16,20 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from tightfit.apply.activations.caches.step_counter import parameter_names
+
 __all__ = ["BlockOutput", "StreamLearner", "stream_inputs"]
 
 
 def stream_inputs(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the floating-point tensors that `block` is given, by the names of its parameters, in their order."""
-    names = _parameters(type(block))
+    names = parameter_names(type(block))
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     return {
         name: given[name]
         for name in names
         if isinstance(given.get(name), torch.Tensor) and given[name].is_floating_point()
     }
-
-
-_known: dict[type, list[str]] = {}
-
-
-def _parameters(kind: type[nn.Module]) -> list[str]:
-    if kind not in _known:
-        _known[kind] = list(inspect.signature(kind.forward).parameters)[1:]
-    return _known[kind]
 
 
 @dataclass(frozen=True)

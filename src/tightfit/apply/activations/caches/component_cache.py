@@ -91,7 +91,8 @@ class ComponentCache:
             if settings.kind.decides == "modulated input" or settings.strategy == "blockdance":
                 raise CacheError(
                     f"cache={settings.strategy} is for transformers: {self._name} is a U-Net. "
-                    "static, first-block, taylorseer, pab, easycache, meancache and text-kv take U-Nets"
+                    "static, first-block, taylorseer, taylorseer-lite, pab, easycache, meancache and text-kv take "
+                    "U-Nets"
                 )
             blocks = deep_blocks(self._name, network, settings)
             return (*blocks.first, *blocks.middle), lambda: UnetCache(blocks, settings, pool, leave)

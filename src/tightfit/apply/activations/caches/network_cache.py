@@ -27,6 +27,8 @@ class NetworkCache(BranchCache):
     the changes of the output that it predicts are added up since the last of these. What is reused is the difference
     of output and latents, where both have the same shape.
 
+    "taylor" (TaylorSeer's lite mode): the output is continued as a Taylor series over the steps.
+
     "linear in time" (MeanCache): the line through the outputs of the last two steps that ran, over the timestep.
     """
 
@@ -35,7 +37,7 @@ class NetworkCache(BranchCache):
     ) -> None:
         super().__init__(settings, host_pool, leave_out)
         self._network = network
-        self._value = KeptTensors(0, host_pool)
+        self._value = KeptTensors(settings.value("order") or 0, host_pool)
         self._before = KeptTensors(0, host_pool)  # "linear in time": the value before that
         self._times: list[torch.Tensor] = []  # timesteps of both, the newest first
         self._rebuild: Any = None
@@ -69,7 +71,8 @@ class NetworkCache(BranchCache):
         if self.settings.kind.decides == "output rate" and latents is not None:
             self._decide_by_rate(latents)
         if self.skips:
-            self._inputs = latents
+            if self.settings.kind.decides == "output rate":
+                self._inputs = latents
             return self._rebuild(self._predicted(given, latents))
         output = work(*args, **kwargs)
         self._keep(given, latents, output)

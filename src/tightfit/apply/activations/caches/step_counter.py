@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.apply.activations.outputs import are_equal
 
-__all__ = ["DenoiserCall", "StepCounter", "call_inputs"]
+__all__ = ["DenoiserCall", "StepCounter", "call_inputs", "parameter_names"]
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,19 @@ class StepCounter:
         )
 
 
+_names: weakref.WeakKeyDictionary[type[nn.Module], list[str]] = weakref.WeakKeyDictionary()
+
+
+def parameter_names(kind: type[nn.Module]) -> list[str]:
+    """Return the names of the parameters of `kind`'s forward pass, in their order."""
+    if kind not in _names:  # to look takes longer than some blocks do
+        _names[kind] = list(inspect.signature(kind.forward).parameters)[1:]
+    return _names[kind]
+
+
 def call_inputs(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name, in the order of the parameters."""
-    names = list(inspect.signature(type(network).forward).parameters)[1:]
+    names = parameter_names(type(network))
     given = dict(zip(names, args, strict=False)) | kwargs
     return {name: given.pop(name) for name in names if name in given} | given
 
