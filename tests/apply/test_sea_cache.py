@@ -13,8 +13,8 @@ import torch
 from apply.test_step_caches import BY_NAME, STEPS, denoiser, draw, fit, kept, make
 from tightfit.apply.activations.caches import filtered_input, spectra
 from tightfit.apply.activations.caches.conditions import SkipCondition
+from tightfit.apply.activations.caches.denoising_pipeline import DenoisingPipeline, NoiseLevel
 from tightfit.apply.activations.caches.filtered_input import FilteredInput
-from tightfit.apply.activations.caches.pipeline_state import NoiseLevel, PipelineState
 from tightfit.apply.activations.caches.spectra import filtered, noise_removing_gain
 from tightfit.apply.activations.caches.step_counter import DenoiserCall
 from tightfit.apply.activations.caches.token_grid import token_grid
@@ -182,7 +182,7 @@ def levels(scheduler: Any, begin: int = 0) -> list[NoiseLevel]:
         scheduler.set_begin_index(begin)
     timesteps = scheduler.timesteps[begin:]
     pipe = type("Pipe", (), {"scheduler": scheduler, "_num_timesteps": len(timesteps)})()
-    state, found, latents = PipelineState(lambda: pipe), [], torch.zeros(1, 4, 4, 4)
+    state, found, latents = DenoisingPipeline(lambda: pipe), [], torch.zeros(1, 4, 4, 4)
     for step, timestep in enumerate(timesteps):
         level = state.noise_level(DenoiserCall(step, state.steps(), 0))
         assert level is not None
@@ -212,7 +212,7 @@ def test_noise_levels_of_flows(name: str, begin: int) -> None:
 
 
 def test_no_scheduler_no_level() -> None:
-    assert PipelineState(lambda: torch.nn.Linear(1, 1)).noise_level(DenoiserCall(0, None, 0)) is None
+    assert DenoisingPipeline(lambda: torch.nn.Linear(1, 1)).noise_level(DenoiserCall(0, None, 0)) is None
 
 
 @pytest.mark.parametrize("family", ["StableDiffusion", "Wan", "LTX"])

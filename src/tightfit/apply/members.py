@@ -13,7 +13,7 @@ from torch import nn
 
 from tightfit.apply.activations.attention_dispatch import AttentionDispatcher
 from tightfit.apply.activations.caches.component_cache import ComponentCache
-from tightfit.apply.activations.caches.pipeline_state import PipelineState
+from tightfit.apply.activations.caches.denoising_pipeline import DenoisingPipeline
 from tightfit.apply.activations.cfg_batching import batch_or_split
 from tightfit.apply.activations.gradient_checkpointing import attention_layers
 from tightfit.apply.activations.vae_tiling import wrap_vae_methods
@@ -130,7 +130,7 @@ class Members:
             raise PlanError(f"{name} is no denoiser but an {role}: it has no steps for cache={settings.strategy}")
 
         plan = self.plan.components[name]
-        pipeline = PipelineState(lambda: handle.pipe, whole_batches=not plan.splits_batch and plan.cfg != "batched")
+        pipeline = DenoisingPipeline(lambda: handle.pipe, whole_batches=not plan.splits_batch and plan.cfg != "batched")
         cache = ComponentCache(
             name, module, settings, device, pipeline,
             lambda modules: self.places.leave_out(name, tuple(modules)), handle.recorder.of(device.name),

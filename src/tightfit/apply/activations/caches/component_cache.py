@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tightfit.apply.activations.caches.branch_cache import BranchCache
+from tightfit.apply.activations.caches.denoising_pipeline import DenoisingPipeline
 from tightfit.apply.activations.caches.filtered_input import FilteredInput, NotFilteredError
 from tightfit.apply.activations.caches.guidance import ConditionalPrediction
-from tightfit.apply.activations.caches.pipeline_state import PipelineState
 from tightfit.apply.activations.caches.skippable_parts import skippable_parts
 from tightfit.apply.activations.caches.step_changes import StepChanges
 from tightfit.apply.activations.caches.step_counter import DenoiserCall, StepCounter
@@ -44,7 +44,7 @@ class ComponentCache:
         network: nn.Module,
         settings: StepCache,
         device: Device,
-        pipeline: PipelineState,
+        pipeline: DenoisingPipeline,
         leave_out: Callable[[Iterable[nn.Module]], int],
         recorder: Recorder,
     ) -> None:

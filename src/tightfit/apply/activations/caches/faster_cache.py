@@ -16,6 +16,7 @@ from torch import nn
 
 from tightfit.apply.activations.caches.attention_cache import AttentionCache
 from tightfit.apply.activations.caches.branch_cache import LeaveOut, Work
+from tightfit.apply.activations.caches.denoising_pipeline import DenoisingPipeline
 from tightfit.apply.activations.caches.guidance import (
     ConditionalHalf,
     ConditionalPrediction,
@@ -23,7 +24,6 @@ from tightfit.apply.activations.caches.guidance import (
     predictions_of,
 )
 from tightfit.apply.activations.caches.kept_tensors import KeptTensors
-from tightfit.apply.activations.caches.pipeline_state import PipelineState
 from tightfit.apply.activations.caches.spectra import circular_gain, filtered
 from tightfit.apply.activations.caches.step_counter import DenoiserCall, call_inputs
 from tightfit.apply.activations.caches.token_grid import token_grid
@@ -46,7 +46,7 @@ class FasterCache(AttentionCache):
 
     def __init__(
         self, network: nn.Module, layers: tuple[nn.Module, ...], settings: StepCache,
-        host_pool: ActivationHostPool | None, leave_out: LeaveOut, pipeline: PipelineState,
+        host_pool: ActivationHostPool | None, leave_out: LeaveOut, pipeline: DenoisingPipeline,
         conditional: ConditionalPrediction,
     ) -> None:  # fmt: skip
         super().__init__(layers, settings, host_pool, leave_out)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.apply.activations.caches.pipeline_state import PipelineState
+from tightfit.apply.activations.caches.denoising_pipeline import DenoisingPipeline
 from tightfit.apply.activations.caches.spectra import filtered, noise_removing_gain
 from tightfit.apply.activations.caches.step_counter import DenoiserCall, call_inputs
 from tightfit.apply.activations.caches.token_grid import frames_axis, token_grid
@@ -29,7 +29,7 @@ class FilteredInput:
     the pipeline.
     """
 
-    def __init__(self, settings: StepCache, pipeline: PipelineState) -> None:
+    def __init__(self, settings: StepCache, pipeline: DenoisingPipeline) -> None:
         self._settings, self._pipeline = settings, pipeline
         self._grids: dict[int, tuple[int, ...] | None] = {}
 

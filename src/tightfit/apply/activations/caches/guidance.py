@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tightfit.apply.activations.caches.pipeline_state import PipelineState
+from tightfit.apply.activations.caches.denoising_pipeline import DenoisingPipeline
 from tightfit.apply.activations.caches.step_counter import DenoiserCall
 from tightfit.apply.activations.max_batch import Batch, cut_items, find_batch, why_not_split
 from tightfit.errors import RunError
@@ -61,7 +61,7 @@ class ConditionalHalf:
 
     @classmethod
     def of(
-        cls, network: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], pipeline: PipelineState
+        cls, network: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], pipeline: DenoisingPipeline
     ) -> ConditionalHalf | str | None:
         """Return that of a call of `network`; text: why a batch cannot be halved; None: it is no batch of both.
 

@@ -9,10 +9,10 @@ from torch import nn
 from tightfit.apply.activations.caches.attention_cache import AttentionCache
 from tightfit.apply.activations.caches.block_cache import BlockCache, SkippableBlocks
 from tightfit.apply.activations.caches.branch_cache import BranchCache, LeaveOut
+from tightfit.apply.activations.caches.denoising_pipeline import DenoisingPipeline
 from tightfit.apply.activations.caches.faster_cache import FasterCache
 from tightfit.apply.activations.caches.guidance import ConditionalPrediction
 from tightfit.apply.activations.caches.network_cache import NetworkCache
-from tightfit.apply.activations.caches.pipeline_state import PipelineState
 from tightfit.apply.activations.caches.prompt_cache import PromptCache, prompt_modules
 from tightfit.apply.activations.caches.unet_cache import UnetCache, deep_blocks
 from tightfit.apply.activations.gradient_checkpointing import attention_layers
@@ -28,7 +28,7 @@ Parts = tuple[tuple[nn.Module, ...], Callable[[], BranchCache]]
 
 def skippable_parts(
     name: str, network: nn.Module, settings: StepCache, pool: ActivationHostPool | None, leave_out: LeaveOut,
-    pipeline: PipelineState, conditional: ConditionalPrediction,
+    pipeline: DenoisingPipeline, conditional: ConditionalPrediction,
 ) -> Parts:  # fmt: skip
     """Return the modules around whose calls a cache of `network`, the component `name`, does something, and how to make
     a branch's cache. Raises CacheError where the network has no such modules.

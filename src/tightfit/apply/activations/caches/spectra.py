@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tightfit.apply.activations.caches.pipeline_state import NoiseLevel
+from tightfit.apply.activations.caches.denoising_pipeline import NoiseLevel
 
 __all__ = ["Gain", "circular_gain", "filtered", "noise_removing_gain"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tightfit.apply.activations.caches.step_counter import DenoiserCall
 
-__all__ = ["NoiseLevel", "PipelineState"]
+__all__ = ["DenoisingPipeline", "NoiseLevel"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class NoiseLevel:
 
 
 @dataclass(frozen=True)
-class PipelineState:
+class DenoisingPipeline:
     """`pipe` returns the pipeline, or the network if there is none. Calls of the network see whole batches, each that
     of one call of the pipeline's, if `whole_batches`.
     """
