@@ -160,6 +160,10 @@ CACHE = StepCache(
 SERIES = StepCache(strategy="taylorseer", interval=4, order=2)
 MAGNITUDES = StepCache(strategy="magcache", magnitudes=(1.0, 0.9))
 ATTENTION_KEPT = StepCache(strategy="pab", cross_interval=4)
+GUIDANCE_KEPT = StepCache(
+    strategy="faster-cache", guidance_interval=3, weight=0.3, low_frequencies=1.2, high_frequencies=1.3
+)
+FILTERED = StepCache(strategy="sea-cache", filters="latents", exponent=3.0)
 STORED = ComponentPlan(
     device="cuda:0",
     split={"cuda:1": PART},
@@ -214,7 +218,8 @@ PREDICTION = Prediction(
 )  # fmt: skip
 EXAMPLES = [
     REQUEST, BUDGET, BUDGETS, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, LEG, WAY, STRETCH, VARIANT,
-    FOOTPRINT, REASON, VAE, PART, CACHE, SERIES, MAGNITUDES, ATTENTION_KEPT, STORED, STEPS_KEPT, TRACED, STINT,
+    FOOTPRINT, REASON, VAE, PART, CACHE, SERIES, MAGNITUDES, ATTENTION_KEPT, GUIDANCE_KEPT, FILTERED, STORED,
+    STEPS_KEPT, TRACED, STINT,
     FORECAST, DEVICE_MAP, PLAN, SAMPLE, PHASE, CACHED, TRACE, LIVED,
     EXPERIENCE, PREDICTION,
 ]  # fmt: skip

@@ -26,11 +26,13 @@ BY_NAME = {case.name: case for case in CASES}
 STEPS = 8
 FAMILIES = ["StableDiffusion", "StableDiffusion3", "Flux", "CogVideoX", "Wan", "LTX"]
 TRANSFORMERS = [name for name in FAMILIES if name != "StableDiffusion"]
-FOR_TRANSFORMERS = ("teacache", "blockdance")
+FOR_TRANSFORMERS = ("teacache", "sea-cache", "blockdance")  # with their usual settings
+WITHIN_BLOCKS = ("pab", "faster-cache")  # which leave out parts of blocks
 SETTINGS: dict[str, dict[str, Any]] = {
     "magcache": {"magnitudes": [1.0] * STEPS, "first_blocks": 1},
     "dual-block": {"first_blocks": 1, "warm_up": 1},
     "blockdance": {"last_blocks": 1, "warm_up": 2},
+    "faster-cache": {"warm_up": 2},
     "taylorseer": {"interval": 3, "warm_up": 2, "order": 2},
     "taylorseer-lite": {"interval": 3, "warm_up": 2, "order": 2},
 }
@@ -107,7 +109,7 @@ def test_the_steps_named_are_skipped(family: str, strategy: str) -> None:
     fitted.undo()
     runs[0] = 0
     assert torch.equal(draw(pipe, case), wanted)
-    if strategy != "pab":  # whose blocks run without their attention
+    if strategy not in WITHIN_BLOCKS:
         assert calls * STEPS == runs[0] * (STEPS - 2)
 
 
@@ -207,7 +209,18 @@ def test_what_is_kept_of_a_whole_network(strategy: str, tensors: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["static", "first-block", "taylorseer", "taylorseer-lite", "blockdance", "pab", "meancache"]
+    "strategy",
+    [
+        "static",
+        "first-block",
+        "taylorseer",
+        "taylorseer-lite",
+        "blockdance",
+        "pab",
+        "faster-cache",
+        "sea-cache",
+        "meancache",
+    ],
 )
 def test_what_is_kept_may_wait_in_host_memory(strategy: str) -> None:
     case = BY_NAME["Flux"]
@@ -233,7 +246,9 @@ def draw_within(pipe: Any, case: TinyCase, cache: dict[str, Any], **fields: Any)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("strategy", ["static", "first-block", "taylorseer", "pab", "text-kv", "easycache"])
+@pytest.mark.parametrize(
+    "strategy", ["static", "first-block", "taylorseer", "pab", "faster-cache", "text-kv", "easycache"]
+)
 def test_weights_that_stream(family: str, strategy: str) -> None:
     """The same picture, in a known order, with fewer bytes over the link than without a cache."""
     case = BY_NAME[family]
@@ -265,7 +280,7 @@ def denoise(fitted: Any) -> PhaseTrace:
                {"ffn_chunk": "64KB"}, {"placement": "offload"}],
     ids=lambda fields: next(iter(fields)) + "-" + str(next(iter(fields.values()))),
 )  # fmt: skip
-@pytest.mark.parametrize("strategy", ["static", "pab", "text-kv", "easycache"])
+@pytest.mark.parametrize("strategy", ["static", "pab", "faster-cache", "text-kv", "easycache"])
 def test_other_fields_of_the_plan(family: str, strategy: str, fields: dict[str, Any]) -> None:
     """With a cache that skips nothing the picture is that of the other field alone; with skipped steps it is near."""
     case = BY_NAME[family]
@@ -280,7 +295,9 @@ def test_other_fields_of_the_plan(family: str, strategy: str, fields: dict[str, 
 
 
 @pytest.mark.parametrize("family", ["Flux", "CogVideoX", "StableDiffusion"])
-@pytest.mark.parametrize("strategy", ["first-block", "taylorseer", "pab", "text-kv", "easycache", "meancache"])
+@pytest.mark.parametrize(
+    "strategy", ["first-block", "taylorseer", "pab", "faster-cache", "text-kv", "easycache", "meancache"]
+)
 def test_calls_of_other_sizes_and_numbers_of_steps(family: str, strategy: str) -> None:
     """Each call is the one that a pipeline would make that was fitted for it alone."""
     case = BY_NAME[family]
@@ -398,6 +415,9 @@ def test_a_budget_with_a_cache_is_kept() -> None:
         ("Flux", {"strategy": "dual-block", "first_blocks": 99}, "leaves none of the"),
         ("Flux", {"strategy": "text-kv", "keep_on": "host"}, "keep_on=host means nothing"),
         ("StableDiffusion", {"strategy": "teacache"}, "teacache is for transformers"),
+        ("StableDiffusion", {"strategy": "sea-cache"}, "compares tokens of transformers.* set filters=latents"),
+        ("Flux", {"strategy": "sea-cache", "first_blocks": 0}, "leaves none of the"),
+        ("Flux", {"strategy": "faster-cache", "cross_interval": 2}, "cross_interval=2 means nothing"),
         ("StableDiffusion", {"strategy": "blockdance"}, "blockdance is for transformers"),
         ("StableDiffusion", {"strategy": "static", "first_blocks": 2}, "leaves no block of unet to be skipped"),
     ],

@@ -36,7 +36,9 @@ def draw(name: str, fields: dict[str, Any]) -> tuple[torch.Tensor, Any]:
 @pytest.mark.parametrize(
     "cache",
     [{"strategy": "first-block", "threshold": 0.3}, {"strategy": "taylorseer", "interval": 2, "warm_up": 2},
-     {"strategy": "pab"}, {"strategy": "text-kv"}, {"strategy": "easycache", "threshold": 0.3, "warm_up": 2}],
+     {"strategy": "pab"}, {"strategy": "faster-cache", "warm_up": 2}, {"strategy": "text-kv"},
+     {"strategy": "sea-cache", "threshold": 0.6, "filters": "latents"},
+     {"strategy": "easycache", "threshold": 0.3, "warm_up": 2}],
     ids=lambda cache: cache["strategy"],
 )  # fmt: skip
 def test_streamed_or_not_the_picture_is_the_same(name: str, cache: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from tightfit.apply.activations.attention_dispatch import AttentionDispatcher
 from tightfit.apply.activations.caches.component_cache import ComponentCache
+from tightfit.apply.activations.caches.denoising_pipeline import DenoisingPipeline
 from tightfit.apply.activations.cfg_batching import batch_or_split
 from tightfit.apply.activations.gradient_checkpointing import attention_layers
 from tightfit.apply.activations.vae_tiling import wrap_vae_methods
@@ -128,12 +129,10 @@ class Members:
         if (role := find_role(name, module)) != "denoiser":
             raise PlanError(f"{name} is no denoiser but an {role}: it has no steps for cache={settings.strategy}")
 
-        def steps() -> int | None:
-            found = getattr(handle.pipe, "_num_timesteps", None)  # which diffusers' pipelines set before their loop
-            return found if isinstance(found, int) else None
-
+        plan = self.plan.components[name]
+        pipeline = DenoisingPipeline(lambda: handle.pipe, whole_batches=not plan.splits_batch and plan.cfg != "batched")
         cache = ComponentCache(
-            name, module, settings, device, steps,
+            name, module, settings, device, pipeline,
             lambda modules: self.places.leave_out(name, tuple(modules)), handle.recorder.of(device.name),
         )  # fmt: skip
         cache.attach(module, undo.callback)

@@ -18,6 +18,7 @@ INTERVALS = (2, 3, 4)
 THRESHOLDS = {  # of each kind of decision, in medians of the changes from one step to the next
     "first blocks": (1.25, 2.0, 3.0),  # since the step that ran last
     "modulated input": (1.5, 2.5, 3.5),  # added up
+    "filtered input": (1.5, 2.5, 3.5),
     "output rate": (1.5, 2.5, 3.5),
 }
 MAGNITUDES = (0.03, 0.06, 0.12)  # thresholds of the estimated error, which is relative to what blocks add
@@ -35,18 +36,24 @@ def checked_strategies(names: Sequence[str] | None) -> list[str]:
     return lossy if names is None else list(dict.fromkeys(names))
 
 
-def observing(strategy: str) -> StepCache | None:
-    """Return a step cache that skips nothing, to observe changes with; None if the strategy needs none."""
+def observing(strategy: str) -> list[StepCache]:
+    """Return step caches that skip nothing, to observe changes with the first that suits; none if none is needed."""
     decides = STRATEGIES[strategy].decides
     if decides not in THRESHOLDS and decides != "magnitudes":
-        return None
-    return StepCache(strategy=strategy, skipped_steps=())
+        return []
+    forms = [{"filters": "tokens"}, {"filters": "latents"}] if decides == "filtered input" else [{}]
+    return [StepCache(strategy=strategy, skipped_steps=(), **each) for each in forms]
 
 
-def candidates_for(strategy: str, observed: Sequence[StepChanges], steps: int) -> list[StepCache]:
-    """Return step caches of `strategy` for calls of `steps` denoising steps, those that skip fewest steps first."""
+def candidates_for(
+    strategy: str, observed: Sequence[StepChanges], steps: int, filters: str | None = None
+) -> list[StepCache]:
+    """Return step caches of `strategy` for calls of `steps` denoising steps, those that skip fewest steps first.
+
+    `observed` are changes in calls that skipped nothing, of what `filters` says, if the strategy filters.
+    """
     decides = STRATEGIES[strategy].decides
-    common = _shortened(strategy, steps)
+    common = {**_shortened(strategy, steps), **({} if filters is None else {"filters": filters})}
     if decides == "interval":
         crossed = [{"cross_interval": interval} if strategy == "pab" else {} for interval in INTERVALS]
         pairs = zip(INTERVALS, crossed, strict=True)

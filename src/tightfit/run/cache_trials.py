@@ -149,14 +149,16 @@ class _Trials:
     def of_strategy(self, name: str, reference: _Made) -> Iterator[CacheTrial]:
         """Yield trials of a strategy's settings, until the pictures are too different; none if it does not suit."""
         assert reference.steps is not None
-        changes: list[StepChanges] = []
-        if (observer := observing(name)) is not None:
+        changes, filters = list[StepChanges](), None
+        for observer in (observers := observing(name)):
             observed = self.made(observer)
-            if observed is None or not observed.cached:
-                return
-            changes = observed.changes
+            if observed is not None and observed.cached:
+                changes, filters = observed.changes, observer.filters
+                break
+        if observers and not changes:
+            return
         known = set[tuple[int, ...]]()
-        for cache in candidates_for(name, changes, reference.steps):
+        for cache in candidates_for(name, changes, reference.steps, filters):
             made = self.made(cache)
             if made is None or not made.cached or not any(each.skipped_steps for each in made.caches):
                 continue

@@ -64,9 +64,7 @@ def target_of_map(
     limits = Limits(None, check_techniques(allow))
     if limits.may_choose_cache:
         said = device_map if max_memory is None else max_memory
-        raise PlanError(
-            f"allow=step-cache goes with a budget for one device, not with a map: {said!r:.60}"
-        )
+        raise PlanError(f"allow=step-cache goes with a budget for one device, not with a map: {said!r:.60}")
     limits = limits._replace(device_map=DeviceMap(strategy=strategy, components=fixed, ignored=memory.ignored))
     if len(cards) < 2:
         size = memory.cards.get(cards[0]) if cards else None

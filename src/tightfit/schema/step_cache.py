@@ -20,8 +20,10 @@ from tightfit.schema.base import Count, Positive, Real, Record
 __all__ = ["STRATEGIES", "CacheLike", "Decides", "NamedCache", "Predicts", "Reuses", "StepCache", "StrategyKind"]
 
 Reuses = Literal["blocks", "network", "attention", "prompt"]
-Predicts = Literal["as it was", "taylor", "linear in time"]
-Decides = Literal["first blocks", "modulated input", "output rate", "magnitudes", "interval", "always"]
+Predicts = Literal["as it was", "taylor", "last change", "linear in time"]
+Decides = Literal[
+    "first blocks", "modulated input", "filtered input", "output rate", "magnitudes", "interval", "always"
+]
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,19 @@ class StrategyKind:
         own = {
             "first blocks": {"threshold", "most_skipped"},
             "modulated input": {"threshold", "most_skipped", "coefficients"},
+            "filtered input": {"threshold", "most_skipped", "filters", "exponent"},
             "output rate": {"threshold", "most_skipped"},
             "magnitudes": {"threshold", "most_skipped", "magnitudes"},
             "interval": {"interval"},
             "always": set[str](),
         }[self.decides]
         blocks = {"first_blocks", "last_blocks"} if self.reuses == "blocks" else set()
-        attention = {"cross_interval"} if self.reuses == "attention" else set()
-        return frozenset(common | own | blocks | attention | ({"order"} if self.predicts == "taylor" else set()))
+        attention = {"cross_interval"} if self.reuses == "attention" and self.predicts == "as it was" else set()
+        predicting = {
+            "taylor": {"order"},
+            "last change": {"weight", "guidance_interval", "low_frequencies", "high_frequencies"},
+        }.get(self.predicts, set())
+        return frozenset(common | own | blocks | attention | predicting)
 
 
 STRATEGIES: Mapping[str, StrategyKind] = {
@@ -67,6 +74,10 @@ STRATEGIES: Mapping[str, StrategyKind] = {
     "teacache": StrategyKind(
         "blocks", "modulated input", "TeaCache, arXiv:2411.19108",
         defaults={"threshold": 0.2, "warm_up": 1, "cool_down": 1},
+    ),
+    "sea-cache": StrategyKind(
+        "blocks", "filtered input", "SeaCache, arXiv:2602.18993", "taylor",
+        defaults={"threshold": 0.2, "filters": "tokens", "order": 0, "warm_up": 1, "cool_down": 1},
     ),
     "magcache": StrategyKind(
         "blocks", "magnitudes", "MagCache, arXiv:2506.09045",
@@ -96,6 +107,12 @@ STRATEGIES: Mapping[str, StrategyKind] = {
         "attention", "interval", "Pyramid Attention Broadcast, arXiv:2408.12588", residual=False,
         defaults={"interval": 2, "cross_interval": 3, "warm_up": 2, "cool_down": 1},
     ),
+    "faster-cache": StrategyKind(
+        "attention", "interval", "FasterCache, arXiv:2410.19355", "last change", residual=False,
+        defaults={
+            "interval": 2, "guidance_interval": 5, "low_frequencies": 1.1, "high_frequencies": 1.1, "warm_up": 15,
+        },
+    ),
     "text-kv": StrategyKind(
         "prompt", "always", "layers that see nothing but the prompt give the same in every step", residual=False,
         lossless=True,
@@ -124,12 +141,18 @@ class StepCache(Record):
     threshold: Real | None = None  # change up to which a step is skipped; what is compared depends on the strategy
     interval: Positive | None = None  # every how many steps all of the denoiser runs
     cross_interval: Positive | None = None  # the same for attention to the prompt
+    guidance_interval: Positive | None = None  # every how many steps the unconditional prediction is computed
+    weight: Real | None = None  # of the last change of an attention's output; None: grows from 0 to 1 over the steps
+    low_frequencies: Real | None = None  # by what guidance's low frequencies grow in each step that leaves it out …
+    high_frequencies: Real | None = None  # … and its high ones
     order: Count | None = None  # of the Taylor series
     first_blocks: Count | None = None  # blocks at the beginning that always run
     last_blocks: Count | None = None  # blocks at the end that always run
     warm_up: Count | None = None  # steps at the beginning that always run
     cool_down: Count | None = None  # steps at the end that always run
     most_skipped: Positive | None = None  # steps in a row that may be skipped; None: any number
+    filters: Literal["tokens", "latents"] | None = None  # what is compared after a filter that removes noise
+    exponent: Real | None = None  # of the frequency by which pictures' power falls; None: 2, for clips 3
     coefficients: tuple[float, ...] | None = None  # of a polynomial of the change, highest power first; None: 1, 0
 
     magnitudes: tuple[Real, ...] | None = None  # of what blocks add in each step, relative to the step before
@@ -187,7 +210,15 @@ class StepCache(Record):
     @property
     def by_values(self) -> bool:
         """Whether it depends on values of tensors which steps are skipped."""
-        return self.kind.decides in ("first blocks", "modulated input", "output rate") and self.skipped_steps is None
+        compares = ("first blocks", "modulated input", "filtered input", "output rate")
+        return self.kind.decides in compares and self.skipped_steps is None
+
+    @property
+    def decides_in_blocks(self) -> bool:
+        """Whether it is decided by what the first blocks do, or their first attention is given."""
+        if self.kind.decides == "filtered input":
+            return bool(self.value("filters") == "tokens")
+        return self.kind.decides in ("first blocks", "modulated input")
 
     def lossy(self, name: str) -> list[str]:
         """Return what may change the numbers of the component `name`, named by its technique."""

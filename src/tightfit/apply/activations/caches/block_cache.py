@@ -47,7 +47,7 @@ class SkippableBlocks:
         blocks = [block for path, some in lists.items() if sizes[path] * LEAST_SHARE >= most for block in some]
         first, last = settings.value("first_blocks"), settings.value("last_blocks")
         middle = blocks[first : len(blocks) - last]
-        if not middle or (settings.kind.decides in ("first blocks", "modulated input") and not first):
+        if not middle or (settings.decides_in_blocks and not first):
             raise CacheError(
                 f"cache={settings.strategy} leaves none of the {len(blocks)} blocks of {name} to be skipped: "
                 f"first_blocks={first}, last_blocks={last}",
@@ -199,7 +199,7 @@ class BlockCache(BranchCache):
             elif self._ran != self._learned:
                 if self.skips:
                     raise self._others()
-                self._fail("its blocks do not run in the same order in each step")
+                self.fail("its blocks do not run in the same order in each step")
         self._forget_call()
         super().end()
 
@@ -210,12 +210,11 @@ class BlockCache(BranchCache):
             self._close(self._ran[-1])
         self._outputs, self._learned, self._learner = learner.outputs, self._ran, None
         if incomplete := [block for block in self._learned if not self._outputs[block].complete]:
-            self._fail(f"{type(incomplete[0]).__name__} returns a tensor that is none of its inputs")
+            self.fail(f"{type(incomplete[0]).__name__} returns a tensor that is none of its inputs")
 
-    def _fail(self, why: str) -> None:
-        """Keep nothing any more, and run all blocks."""
-        self.forget()
-        self.failed, self._stretches = why, {}
+    def fail(self, why: str) -> None:
+        super().fail(why)
+        self._stretches = {}
 
     def _others(self) -> RunError:
         """Return the error for a skipped step in which other blocks would run than those that are known."""

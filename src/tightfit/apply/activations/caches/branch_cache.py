@@ -30,6 +30,7 @@ class BranchCache(ABC):
         self.skips: bool | None = None  # whether the call in progress skips; None: not decided yet
         self.call: DenoiserCall | None = None  # the call in progress
         self.failed: str | None = None  # why nothing can be skipped
+        self.remark: str | None = None  # why something is computed that might be left out
         self.skipped_last = False  # whether the last call skipped
         self.changes: StepChanges | None = None  # where changes are noted, of calls that skip nothing
 
@@ -104,6 +105,11 @@ class BranchCache(ABC):
         self.condition.note(call, None, skipped=skips)
         self.skipped_last = skips
 
+    def fail(self, why: str) -> None:
+        """Keep nothing any more, and skip nothing."""
+        self.forget()
+        self.failed = why
+
     def forget(self) -> None:
         """Free what is kept."""
         for kept in self.kept:
@@ -111,7 +117,7 @@ class BranchCache(ABC):
 
     @property
     def _compares(self) -> bool:
-        return self.settings.kind.decides in ("first blocks", "modulated input", "output rate")
+        return self.settings.kind.decides in ("first blocks", "modulated input", "filtered input", "output rate")
 
     @property
     def device_bytes(self) -> int:

@@ -11,21 +11,20 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tightfit.apply.activations.caches.attention_cache import AttentionCache
-from tightfit.apply.activations.caches.block_cache import BlockCache, SkippableBlocks
 from tightfit.apply.activations.caches.branch_cache import BranchCache
-from tightfit.apply.activations.caches.network_cache import NetworkCache
-from tightfit.apply.activations.caches.prompt_cache import PromptCache, prompt_modules
+from tightfit.apply.activations.caches.denoising_pipeline import DenoisingPipeline
+from tightfit.apply.activations.caches.filtered_input import FilteredInput, NotFilteredError
+from tightfit.apply.activations.caches.guidance import ConditionalPrediction
+from tightfit.apply.activations.caches.skippable_parts import skippable_parts
 from tightfit.apply.activations.caches.step_changes import StepChanges
 from tightfit.apply.activations.caches.step_counter import DenoiserCall, StepCounter
-from tightfit.apply.activations.caches.unet_cache import UnetCache, deep_blocks
 from tightfit.apply.activations.gradient_checkpointing import attention_layers
 from tightfit.apply.method_overrides import override_class_members
 from tightfit.apply.module_hooks import wrap
 from tightfit.devices.device import Device
 from tightfit.devices.pinned_pool import ActivationHostPool
 from tightfit.errors import CacheError
-from tightfit.measure.modules import compiled_around, has_skips
+from tightfit.measure.modules import compiled_around
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.results import CacheTrace
 from tightfit.schema.step_cache import StepCache
@@ -45,12 +44,12 @@ class ComponentCache:
         network: nn.Module,
         settings: StepCache,
         device: Device,
-        steps: Callable[[], int | None],
+        pipeline: DenoisingPipeline,
         leave_out: Callable[[Iterable[nn.Module]], int],
         recorder: Recorder,
     ) -> None:
-        """`steps` returns how many steps a call takes, None if unknown; `leave_out` is called with the modules that
-        the call in progress will not run, and returns the bytes that were loaded for them. Raises CacheError.
+        """`leave_out` is called with the modules that the call in progress will not run, and returns the bytes that
+        were loaded for them. Raises CacheError.
         """
         if network._compiled_call_impl is not None:
             raise CacheError(
@@ -59,8 +58,12 @@ class ComponentCache:
         self._name, self._settings, self._recorder = name, settings, recorder
         pool = ActivationHostPool(device) if settings.keep_on == "host" and device.separate else None
         self._pool, self._leaves_out = pool, leave_out
-        self.modules, self._make = self._parts(network)
-        self._counter = StepCounter(steps)
+        self._conditional = ConditionalPrediction()
+        self.modules, self._make = skippable_parts(
+            name, network, settings, pool, self._leave_out, pipeline, self._conditional
+        )
+        self._filter = FilteredInput(settings, pipeline) if settings.kind.decides == "filtered input" else None
+        self._counter = StepCounter(pipeline.steps)
         self._place: DenoiserCall | None = None  # of the network's call in progress
         self._forwards = 0  # forward passes in it
         self._branches: dict[Hashable, BranchCache] = {}
@@ -74,30 +77,6 @@ class ComponentCache:
     def _leave_out(self, modules: Iterable[nn.Module]) -> None:
         self._in_vain += self._leaves_out(modules)
         self.on_leave_out()
-
-    def _parts(self, network: nn.Module) -> tuple[tuple[nn.Module, ...], Callable[[], BranchCache]]:
-        """Return the modules around whose calls it does something, and how to make a branch's cache."""
-        settings, pool, leave = self._settings, self._pool, self._leave_out
-        if settings.kind.reuses == "network":
-            return (), lambda: NetworkCache(network, settings, pool, leave)
-        if settings.kind.reuses == "prompt":
-            return prompt_modules(network), lambda: PromptCache(settings, leave)
-        if settings.kind.reuses == "attention":
-            layers = tuple(attention_layers(network))
-            if not layers:
-                raise CacheError(f"cache={settings.strategy}: {self._name} has no attention layers of diffusers")
-            return layers, lambda: AttentionCache(layers, settings, pool, leave)
-        if has_skips(network):
-            if settings.kind.decides == "modulated input" or settings.strategy == "blockdance":
-                raise CacheError(
-                    f"cache={settings.strategy} is for transformers: {self._name} is a U-Net. "
-                    "static, first-block, taylorseer, taylorseer-lite, pab, easycache, meancache and text-kv take "
-                    "U-Nets"
-                )
-            blocks = deep_blocks(self._name, network, settings)
-            return (*blocks.first, *blocks.middle), lambda: UnetCache(blocks, settings, pool, leave)
-        blocks = SkippableBlocks.of(self._name, network, settings)
-        return (*blocks.first, *blocks.middle), lambda: BlockCache(blocks, settings, pool, leave)
 
     def attach(self, network: nn.Module, undo: Callable[..., object]) -> None:
         """Take part in the calls of `network` and of its modules; `undo` receives how to stop that."""
@@ -121,7 +100,7 @@ class ComponentCache:
                 raise CacheError(f"cache={self._settings.strategy}: parts of {self._name} inside a compiled module")
             else:
                 undo(override_class_members(module, __call__=around(module, type(module).__call__)))
-        for module, watch in self._watched(network):
+        for module, watch in self._watched():
             undo(module.register_forward_pre_hook(watch, with_kwargs=True).remove)
         members: dict[str, Any] = {"forward": self._forward(type(network).forward)}
         if (context := getattr(type(network), "cache_context", None)) is not None:
@@ -131,24 +110,34 @@ class ComponentCache:
             undo(self._pool.close)
         undo(self.clear)
 
-    def _watched(self, network: nn.Module) -> list[tuple[nn.Module, Callable[..., None]]]:
-        """Modules whose inputs decide: the first attention of the first block, for "modulated input"."""
-        if self._settings.kind.decides != "modulated input":
+    def _watched(self) -> list[tuple[nn.Module, Callable[..., None]]]:
+        """Modules whose inputs decide: the first attention of the first block, for "modulated" and filtered input."""
+        settings = self._settings
+        if settings.kind.decides not in ("modulated input", "filtered input") or not settings.decides_in_blocks:
             return []
-        first = self.modules[0]
-        attention = next(iter(attention_layers(first)), None)
+        attention = next(iter(attention_layers(self.modules[0])), None)
         if attention is None:
-            raise CacheError(f"cache={self._settings.strategy}: the first block of {self._name} has no attention layer")
+            raise CacheError(f"cache={settings.strategy}: the first block of {self._name} has no attention layer")
 
         def watch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen = next(
-                (leaf for leaf in tree_leaves((kwargs.get("hidden_states"), args)) if isinstance(leaf, torch.Tensor)),
-                None,
-            )
+            leaves = tree_leaves((kwargs.get("hidden_states"), args))
+            seen = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
             if self._now is not None and seen is not None:
-                self._now.decide(seen)
+                filtering = self._filter
+                self._decide(self._now, lambda: seen if filtering is None else filtering.tokens(seen))
 
         return [(attention, watch)]
+
+    def _decide(self, branch: BranchCache, seen: Callable[[], torch.Tensor]) -> None:
+        """Let `branch` decide by what `seen` returns."""
+        if branch.failed is not None:
+            return
+        try:
+            tensor = seen()
+        except NotFilteredError as why:
+            branch.fail(str(why))
+        else:
+            branch.decide(tensor)
 
     # calls
 
@@ -157,6 +146,9 @@ class ComponentCache:
         self._forget(list(self._branches))
         self._counter.clear()
         self._counter.context = None
+        self._conditional.clear()
+        if self._filter is not None:
+            self._filter.clear()
         self._now = self._place = None
 
     def begin_call(self) -> None:
@@ -257,6 +249,10 @@ class ComponentCache:
         self._now = branch
         try:
             branch.begin(place, branch.foreseen(place))
+            if self._filter is not None:
+                self._filter.begin(network, args, kwargs, place)
+                if not self._settings.decides_in_blocks:
+                    self._decide(branch, self._filter.latents)
             output = branch.network(network, work, args, kwargs)
             branch.end()
         except BaseException:
@@ -264,8 +260,11 @@ class ComponentCache:
             raise
         finally:
             self._now = None
-        if branch.failed is not None:
-            self._recorder.note(f"{self._name}: no step is skipped, as {branch.failed}")
+            if self._filter is not None:
+                self._filter.end()
+        failed = None if branch.failed is None else f"no step is skipped, as {branch.failed}"
+        for remark in filter(None, (branch.remark, failed)):
+            self._recorder.note(f"{self._name}: {remark}")
         self._note_call(branch, place)
         return output
 

@@ -16,11 +16,13 @@ __all__ = ["KeptTensors"]
 class KeptTensors:
     """A value (several tensors) of the last steps that ran, with its finite differences up to an order.
 
+    Differences are those per step, or with `per_step=False` the whole change since the value before.
+
     With a `host_pool`, the tensors wait in host memory: `fetch` starts to copy them back, which `predicted` waits for.
     """
 
-    def __init__(self, order: int = 0, host_pool: ActivationHostPool | None = None) -> None:
-        self._order, self._host_pool = order, host_pool
+    def __init__(self, order: int = 0, host_pool: ActivationHostPool | None = None, *, per_step: bool = True) -> None:
+        self._order, self._host_pool, self._per_step = order, host_pool, per_step
         self._step: int | None = None  # of the last value
         self._factors: list[list[_Waiting]] = []  # of each order, from 0 on; a tensor for each of the value
 
@@ -74,15 +76,20 @@ class KeptTensors:
         factors = [list(value)]
         if self._step is not None and step > self._step:
             for before in self._factors[: self._order]:
-                passed = step - self._step
+                passed = step - self._step if self._per_step else 1
                 factors.append([(new - old.tensor()) / passed for new, old in zip(factors[-1], before, strict=True)])
         self._step = step
         self._factors = [[_Waiting(each, self._host_pool) for each in some] for some in factors]
 
-    def predicted(self, step: int, onto: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Return the value predicted for `step`, added to the tensors `onto` if they are given."""
+    def predicted(
+        self, step: int, onto: Sequence[torch.Tensor] | None = None, *, passed: float | None = None
+    ) -> list[torch.Tensor]:
+        """Return the value predicted for `step`, added to the tensors `onto` if they are given.
+
+        `passed` is the argument of the series, if it is not the number of steps since the last value.
+        """
         assert self._step is not None
-        passed = step - self._step
+        passed = step - self._step if passed is None else passed
         first = [each.tensor() for each in self._factors[0]]
         if onto is None:  # who gets it must not write into what is kept
             result = [each.clone() if each.is_inference() else each for each in first]
