@@ -134,7 +134,7 @@ class Members:
 
         cache = ComponentCache(
             name, module, settings, device, steps,
-            lambda modules: self.places.leave_out(name, tuple(modules)), handle.recorder.of(device.name),
+            lambda *modules: self.places.leave_out(name, *map(tuple, modules)), handle.recorder.of(device.name),
         )  # fmt: skip
         cache.attach(module, undo.callback)
         self.session.caches[name] = cache

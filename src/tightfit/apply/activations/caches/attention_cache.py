@@ -43,6 +43,16 @@ class AttentionCache(BranchCache):
     def foreseen(self, call: DenoiserCall) -> bool | None:
         return self.able and any(self._reuses(call, cross) for cross in (False, True))
 
+    @property
+    def skippable(self) -> tuple[nn.Module, ...]:
+        return tuple(self._specs)
+
+    def left_out_by(self, call: DenoiserCall) -> tuple[nn.Module, ...]:
+        if self.failed is not None or not self._specs:
+            return ()
+        reused = {cross: self._reuses(call, cross) for cross in (False, True)}
+        return tuple(layer for layer in self._specs if reused[layer in self._cross])
+
     def begin(self, call: DenoiserCall, skips: bool | None) -> None:
         self._reused = {cross: bool(skips) and self._reuses(call, cross) for cross in (False, True)}
         super().begin(call, skips)
@@ -56,7 +66,8 @@ class AttentionCache(BranchCache):
             return call.step in settings.skipped_steps
         late = call.steps is not None and call.step >= call.steps - settings.value("cool_down")
         interval = settings.value("cross_interval" if cross else "interval")
-        ran = self._ran.get(cross)
+        runs_now = self.call is not None and self.call.step < call.step and not self._reused[cross]
+        ran = self.call.step if self.call is not None and runs_now else self._ran.get(cross)
         return ran is not None and call.step - ran < interval and not late and call.step >= settings.value("warm_up")
 
     def _decided(self) -> None:

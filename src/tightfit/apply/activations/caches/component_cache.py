@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -17,7 +16,7 @@ from tightfit.apply.activations.caches.branch_cache import BranchCache
 from tightfit.apply.activations.caches.network_cache import NetworkCache
 from tightfit.apply.activations.caches.prompt_cache import PromptCache, prompt_modules
 from tightfit.apply.activations.caches.step_changes import StepChanges
-from tightfit.apply.activations.caches.step_counter import DenoiserCall, StepCounter
+from tightfit.apply.activations.caches.step_counter import CallSequence, DenoiserCall, StepCounter, call_shapes
 from tightfit.apply.activations.caches.unet_cache import UnetCache, deep_blocks
 from tightfit.apply.activations.gradient_checkpointing import attention_layers
 from tightfit.apply.method_overrides import override_class_members
@@ -46,11 +45,12 @@ class ComponentCache:
         settings: StepCache,
         device: Device,
         steps: Callable[[], int | None],
-        leave_out: Callable[[Iterable[nn.Module]], int],
+        leave_out: Callable[[Iterable[nn.Module], Iterable[nn.Module]], int],
         recorder: Recorder,
     ) -> None:
         """`steps` returns how many steps a call takes, None if unknown; `leave_out` is called with the modules that
-        the call in progress will not run, and returns the bytes that were loaded for them. Raises CacheError.
+        the call in progress will not run, and those that the next one will not, and returns the bytes that were loaded
+        in vain. Raises CacheError.
         """
         if network._compiled_call_impl is not None:
             raise CacheError(
@@ -60,11 +60,12 @@ class ComponentCache:
         pool = ActivationHostPool(device) if settings.keep_on == "host" and device.separate else None
         self._pool, self._leaves_out = pool, leave_out
         self.modules, self._make = self._parts(network)
-        self._counter = StepCounter(steps)
+        self._counter, self._sequence = StepCounter(steps), CallSequence()
         self._place: DenoiserCall | None = None  # of the network's call in progress
         self._forwards = 0  # forward passes in it
         self._branches: dict[Hashable, BranchCache] = {}
         self._now: BranchCache | None = None
+        self._foretold = False  # whether it was said in the last call that this one leaves something out
         self._skipped: set[int] = set()
         self._changes: list[StepChanges] | None = None
         self.on_leave_out: Callable[[], object] = lambda: None  # is called when modules are left out
@@ -72,8 +73,19 @@ class ComponentCache:
         self._peaks = [0, 0]  # bytes that were kept on the device and in host memory
 
     def _leave_out(self, modules: Iterable[nn.Module]) -> None:
-        self._in_vain += self._leaves_out(modules)
-        self.on_leave_out()
+        """Say that the call in progress leaves out `modules`, and what the next one leaves out, if that is known."""
+        now, then = tuple(modules), self._left_out_next()
+        if now or then or self._foretold:
+            self._in_vain += self._leaves_out(now, then)
+        self._foretold = bool(then)
+        if now:
+            self.on_leave_out()
+
+    def _left_out_next(self) -> tuple[nn.Module, ...]:
+        assert self._place is not None
+        key, following = self._sequence.next(self._place.steps)
+        branch = self._branches.get(key)
+        return () if branch is None or following is None else branch.left_out_by(following)
 
     def _parts(self, network: nn.Module) -> tuple[tuple[nn.Module, ...], Callable[[], BranchCache]]:
         """Return the modules around whose calls it does something, and how to make a branch's cache."""
@@ -124,7 +136,7 @@ class ComponentCache:
             undo(module.register_forward_pre_hook(watch, with_kwargs=True).remove)
         members: dict[str, Any] = {"forward": self._forward(type(network).forward)}
         if (context := getattr(type(network), "cache_context", None)) is not None:
-            members["cache_context"] = self._context(context)
+            members["cache_context"] = self._counter.naming(context)
         undo(override_class_members(network, **members))
         if self._pool is not None:
             undo(self._pool.close)
@@ -155,6 +167,7 @@ class ComponentCache:
         """Forget everything: a call of the pipeline begins or ends."""
         self._forget(list(self._branches))
         self._counter.clear()
+        self._sequence.clear()
         self._counter.context = None
         self._now = self._place = None
 
@@ -215,11 +228,7 @@ class ComponentCache:
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
         assert self._place is not None
-        shapes = tuple(
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else None
-            for leaf in tree_leaves((args, kwargs))
-        )
-        return self._place.branch, self._forwards, shapes
+        return self._place.branch, self._forwards, call_shapes(args, kwargs)
 
     def _forward(self, work: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(work)
@@ -228,6 +237,8 @@ class ComponentCache:
             if place is None or self._now is not None or torch.is_grad_enabled():
                 return work(network, *args, **kwargs)
             key = self._key(args, kwargs)
+            if not self._forwards:
+                self._sequence.note(key, place)
             self._forwards += 1
             if key not in self._branches:
                 self._forget([other for other in self._branches if other[:2] == key[:2]])  # type: ignore[index]
@@ -256,6 +267,8 @@ class ComponentCache:
         self._now = branch
         try:
             branch.begin(place, branch.foreseen(place))
+            if not branch.skips:
+                self._leave_out(())
             output = branch.network(network, work, args, kwargs)
             branch.end()
         except BaseException:
@@ -283,17 +296,3 @@ class ComponentCache:
     def _forget(self, keys: Iterable[Hashable]) -> None:
         for key in keys:
             self._branches.pop(key).forget()
-
-    def _context(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return diffusers' `cache_context`, which also says here which prediction the calls within are."""
-
-        @contextlib.contextmanager
-        def context(network: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-            before, self._counter.context = self._counter.context, name
-            try:
-                with original(network, name, *args, **kwargs):
-                    yield
-            finally:
-                self._counter.context = before
-
-        return context
