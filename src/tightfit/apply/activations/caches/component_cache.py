@@ -26,8 +26,7 @@ from tightfit.devices.pinned_pool import ActivationHostPool
 from tightfit.errors import CacheError
 from tightfit.measure.modules import compiled_around, has_skips
 from tightfit.measure.recorder import Recorder
-from tightfit.schema.results import CacheTrace
-from tightfit.schema.step_cache import StepCache
+from tightfit.schema.step_cache import CacheTrace, StepCache
 
 __all__ = ["ComponentCache"]
 
