@@ -42,7 +42,6 @@ from tightfit.schema.plan import (
 )
 from tightfit.schema.request import Request
 from tightfit.schema.results import (
-    CacheTrace,
     CallMeasurement,
     PhaseMeasurement,
     PhaseTrace,
@@ -50,7 +49,7 @@ from tightfit.schema.results import (
     Sample,
     Trace,
 )
-from tightfit.schema.step_cache import StepCache
+from tightfit.schema.step_cache import CacheTrace, StepCache
 
 # one of each, every field different from its default
 
@@ -144,6 +143,7 @@ FOOTPRINT = Footprint(
     phases=(STRETCH,),
     variants=(VARIANT,),
     caches={"unet": StepCache(strategy="text-kv")},
+    kept=(CacheTrace(component="unet", strategy="text-kv", steps=20, device_bytes=7),),
     not_measured=("variants",),
     from_call_log=True,
 )

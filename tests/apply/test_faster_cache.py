@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from apply.test_step_caches import BY_NAME, STEPS, denoiser, draw, draw_within, fit, kept, make
-from tightfit.apply.activations.caches.component_cache import ComponentCache
 from tightfit.apply.activations.caches.faster_cache import HIGH_FROM, LOW_UNTIL
+from tightfit.apply.activations.caches.step_counter import StepCounter
 from tightfit.errors import PlanError
 from tightfit.measure.meta_copy import meta_copy
 from tightfit.measure.modules import find_blocks
@@ -241,7 +241,7 @@ def test_batches_that_the_plan_splits_or_joins(family: str, field: dict[str, Any
 
 def test_calls_without_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention is predicted in both, and the report says why both are computed."""
-    monkeypatch.setattr(ComponentCache, "_context", lambda _, original: original)
+    monkeypatch.setattr(StepCounter, "naming", lambda _, original: original)
     blocks, attention, report = rows_of_blocks("Wan", faster(skipped_steps=(3, 5)))
     assert len(blocks) == 2 * STEPS
     assert len(attention) == 2 * (STEPS - 2)

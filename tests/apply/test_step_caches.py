@@ -18,8 +18,8 @@ from tightfit.run.call_arguments import request_of_example
 from tightfit.run.simulate import SimulationRun
 from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.plan import Plan
-from tightfit.schema.results import CacheTrace, PhaseTrace
-from tightfit.schema.step_cache import STRATEGIES, StepCache
+from tightfit.schema.results import PhaseTrace
+from tightfit.schema.step_cache import STRATEGIES, CacheTrace, StepCache
 from tiny_pipelines import CASES, PIXELS, TinyCase
 
 BY_NAME = {case.name: case for case in CASES}

@@ -133,7 +133,7 @@ class Members:
         pipeline = DenoisingPipeline(lambda: handle.pipe, whole_batches=not plan.splits_batch and plan.cfg != "batched")
         cache = ComponentCache(
             name, module, settings, device, pipeline,
-            lambda modules: self.places.leave_out(name, tuple(modules)), handle.recorder.of(device.name),
+            lambda *modules: self.places.leave_out(name, *map(tuple, modules)), handle.recorder.of(device.name),
         )  # fmt: skip
         cache.attach(module, undo.callback)
         self.session.caches[name] = cache

@@ -105,8 +105,18 @@ class ComponentCost:
         launching = self.component.small_tensors * self.launch
         return now + launching + self._small_bytes / (self.rate * PAGEABLE)  # they are not page-locked
 
-    def work(self, call: ComponentCall, runs: int, now: float, strip_profile: StripProfile | None = None) -> float:
-        """Return when `runs` consecutive calls end that begin at time `now`, each with `strip_profile`."""
+    def work(
+        self,
+        call: ComponentCall,
+        runs: int,
+        now: float,
+        strip_profile: StripProfile | None = None,
+        following: ComponentCall | None = None,
+    ) -> float:
+        """Return when `runs` consecutive calls end that begin at time `now`, each with `strip_profile`.
+
+        `following` is the component's call after these.
+        """
         if self.is_resident or (self._flow is not None and self._flow.complete):
             self.idle = self._cost_model.seconds_without_weights(
                 call, strip_profile, None if self.is_resident else self._granularity
@@ -125,10 +135,12 @@ class ComponentCost:
             )
         self._flow.now = max(self._flow.now, now)
         left_out, after = self._left_out(call, segments)
+        again, then = self._foretold(call), self._foretold(following)
         seconds: list[float] = []
         while len(seconds) < min(runs, SIMULATED_CALLS) and not self._flow.complete and not _steady(seconds):
             if strip_profile is None:
-                seconds.append(self._flow.work(segments, left_out=left_out, after=after))
+                last = len(seconds) + 1 == runs
+                seconds.append(self._flow.work(segments, left_out=left_out, after=after, then=then if last else again))
             else:
                 seconds.append(
                     work_in_strips(
@@ -151,6 +163,12 @@ class ComponentCost:
             return frozenset(), 0
         used = {segment.group for segment in segments}
         return frozenset(self._sizes.keys() - used), self._cost_model.decided_after(call, self._granularity)
+
+    def _foretold(self, call: ComponentCall | None) -> frozenset[str]:
+        """Return the weight groups that `call` leaves out, if that is known before it begins."""
+        if call is None or call.component != self.component.name or call.left_out_from != 0:
+            return frozenset()
+        return self._left_out(call, self._cost_model.segments(call, self._granularity))[0]
 
     def _differentiated_seconds(self, call: ComponentCall) -> float:
         """Return the seconds of a call and its backward pass. Each begins without weights, and none stays resident."""

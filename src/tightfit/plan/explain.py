@@ -9,6 +9,7 @@ from tightfit.plan.layer_selection import resolve_streaming, weight_group_sizes
 from tightfit.schema.footprint import Component, Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan, Plan, Reason, VaePlan
+from tightfit.schema.step_cache import CacheTrace
 from tightfit.units import format_bytes
 
 __all__ = ["describe_device_weights", "differences", "explain", "summarize"]
@@ -45,6 +46,9 @@ def explain(
     for component, chosen in parts:
         for pair in _inside(component, chosen, layouts[component.name], separate=separate):
             reasons.setdefault(pair, []).append(component.name)
+    for kept in footprint.kept:
+        for pair in _kept(kept, plan.components[kept.component]):
+            reasons[pair] = []
     for pair in _moves(plan, parts, separate=separate) if moves else ():
         reasons[pair] = []
     attention: dict[tuple[str, str], list[str]] = {}
@@ -101,6 +105,13 @@ def _inside(component: Component, chosen: ComponentPlan, layout: LayoutChoice, *
         how, what = (", compiled", "its machine code") if chosen.compiled else ("", "its graph")
         why = f"requested: {what} runs in place of the model's code"
         yield f"{{}} as exported in {chosen.exported}{how}", why
+
+
+def _kept(kept: CacheTrace, chosen: ComponentPlan) -> Said:
+    """Yield a component's step cache, and what it keeps from step to step."""
+    if chosen.cache is not None:
+        why = f"{kept.kept or 'nothing kept'} from step to step, which the predicted peaks include"
+        yield f"{kept.component} with {chosen.cache.described}", why
 
 
 def _moves(plan: Plan, parts: Parts, *, separate: bool) -> Said:

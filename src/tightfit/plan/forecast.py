@@ -190,14 +190,14 @@ class _CallSimulation:
     def _phase(self, phase: Phase) -> PhaseEstimate:
         began, weights = self._now, 0 if phase.call_order else self._streamed_bytes
         strip_profile, widened = self._vae.strip_profile(phase), 0
-        for index, group in itertools.groupby(phase.call_order):
-            call = phase.calls[index]
+        order = [(phase.calls[index], len(list(group))) for index, group in itertools.groupby(phase.call_order)]
+        for (call, runs), following in itertools.zip_longest(order, (each for each, _ in order[1:])):
             cost = self._costs[call.component]
             if self._tracker.record_run(call.component) and not cost.is_resident:
                 self._record_prefetch(call, cost)
                 self._now = cost.begin_load(self._now)
             weights, widened = max(weights, self._streamed_bytes), max(widened, cost.widened)
-            self._now = cost.work(call, len(list(group)), self._now, strip_profile)
+            self._now = cost.work(call, runs, self._now, strip_profile, following)
             self._last = cost
         self._now += phase.time_scale * seconds_without_weights([segment_of(phase.other_work, self._device)])
         weights += sum(cost.always for cost in self._costs.values())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import bisect
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-__all__ = ["ALIGNMENT", "Lease", "PrefetchOrder", "PrefetchPolicy", "Ring"]
+__all__ = ["ALIGNMENT", "Lease", "PrefetchOrder", "Ring"]
 
 
 K = TypeVar("K", bound=Hashable)
@@ -28,6 +27,8 @@ class PrefetchOrder(Generic[K]):
 
     def _set(self, cycle: list[K]) -> None:
         self._cycle = cycle
+        self._own = len(cycle)  # uses of one call: all of the cycle, unless it is of `two_calls`
+        self.two_calls = False
         self._places: dict[K, list[int]] = {}
         for place, key in enumerate(cycle):
             self._places.setdefault(key, []).append(place)
@@ -36,12 +37,12 @@ class PrefetchOrder(Generic[K]):
     def begin(self, *, last: bool = False) -> None:
         """Begin a call; after the `last` one, no use is expected."""
         self._seen, self._used, self._spoiled = [], set(), False
-        length = len(self._cycle)
+        length = self._own
         self._end = ((self._at + 1) // length + 1) * length if last and length else None
 
     def end(self) -> None:
         """End a call: the uses observed in it are the cycle expected from now on."""
-        if self._spoiled or not self._seen:
+        if self._spoiled or not self._seen or self.two_calls:
             return
         if self._seen != self._cycle:
             self._set(list(self._seen))
@@ -122,9 +123,12 @@ class PrefetchOrder(Generic[K]):
         """Offer the next uses to `take` until it returns False, or until a whole cycle has been looked at."""
         length = len(self._cycle)
         end = length if self._at < 0 else self._at + max(length, 2)  # what is in use is looked at after its use
+        end = min(end, length) if self.two_calls else end
         end = end if self._end is None else min(end, self._end)
         while self._looked < end and length:
             key = self._cycle[self._looked % length]
+            if self.two_calls and self._looked >= self._own > (self.next_use(key) or 0):
+                return  # the second of two calls loads anew what the first has still to use
             if (self.known or key not in self._used) and not take(key):
                 return
             self._looked += 1
@@ -138,14 +142,47 @@ class PrefetchOrder(Generic[K]):
         self._spoiled = True
         self.look_again()
 
-    def without(self, keys: Container[K]) -> PrefetchOrder[K]:
-        """Return the order of a call that goes on from here and uses none of `keys`; what it has used counts."""
-        other = PrefetchOrder([key for key in self._cycle if key not in keys])
-        other.known = self.known
-        other.begin(last=self._end is not None)
-        for key in self._seen:
-            other.used(key)
+    def for_two_calls(self, left: Container[K], then: Container[K], now: PrefetchOrder[K]) -> PrefetchOrder[K]:
+        """Return the order of a call that uses none of the keys `left`, and of one after it that uses none of `then`.
+
+        `now` is the order that the call has followed so far: what it has used counts.
+        """
+        own, after = ([key for key in self._cycle if key not in keys] for keys in (left, then))
+        other = PrefetchOrder(own if now.is_last else [*own, *after])
+        other.known, other._own, other.two_calls = self.known, len(own), not now.is_last
+        other._end = len(own) if now.is_last else None
+        for key in now._seen:
+            if key not in left:
+                other.used(key)
         return other
+
+    def second_call(self) -> PrefetchOrder[K]:
+        """Return the order of the second of two calls, which goes on with what was looked at for it."""
+        other = PrefetchOrder(self._cycle[self._own :])
+        other.known = self.known
+        if self.two_calls and self._at + 1 == self._own:
+            other._looked = max(self._looked - self._own, 0)
+        return other
+
+    def learn_from(self, other: PrefetchOrder[K]) -> None:
+        """Learn the order of uses from a call that followed `other`."""
+        self._seen, self._used, self._spoiled = other._seen, other._used, other._spoiled
+        self.end()
+
+    def go_on_as(self, other: PrefetchOrder[K]) -> None:
+        """Begin a call for which as much has been looked at as in `other`."""
+        self.rewind()
+        self._looked = min(other._looked, len(self._cycle))
+
+    def finish(self) -> None:
+        """Expect no use any more until the next call begins."""
+        self.rewind()
+        self._end = 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no call is expected after this one."""
+        return self._end is not None
 
     def rewind(self) -> None:
         """Start the next call at the beginning of the cycle, wherever the last one ended."""
@@ -153,96 +190,6 @@ class PrefetchOrder(Generic[K]):
 
     def __iter__(self) -> Iterator[K]:
         return iter(self._cycle)
-
-
-class PrefetchPolicy(ABC, Generic[K]):
-    """Which keys of a cycle are loaded and evicted when: the engine does it, the planner's simulation counts its time.
-
-    Those in `resident` are loaded once. All others pass through a ring buffer, in the order of their use and as far
-    ahead as it has room.
-    """
-
-    def __init__(self, order: PrefetchOrder[K], resident: Container[K]) -> None:
-        self._order, self._resident = order, resident
-        self._whole: PrefetchOrder[K] | None = None  # the usual order, while a call leaves something out
-        self._loaded: dict[K, Any] = {}  # what is loaded or being loaded
-
-    def expect_uses(self, keys: Sequence[K]) -> None:
-        """Set the uses to come in this call, in this order."""
-        if self._order.expect(keys):
-            self._follow_order()
-
-    def leave_out(self, keys: Container[K]) -> list[K]:
-        """Expect no more uses of `keys` in this call, from which nothing is learned; return what was loaded in vain."""
-        self._whole, self._order = self._whole or self._order, self._order.without(keys)
-        return self._follow_order()
-
-    def _whole_again(self) -> None:
-        """After a call that left something out, expect a usual one."""
-        if self._whole is not None:
-            self._order, self._whole = self._whole, None
-            self._order.rewind()
-            self._follow_order()
-
-    def _follow_order(self) -> list[K]:
-        """Load by an order that has changed; return what was loaded, or on its way, and is not needed soon."""
-        self._send_ahead()  # counts what is loaded and needed soon; the rest is dropped
-        dropped = self._drop(lambda other: not self._order.awaited(other))
-        self._send_ahead()
-        return dropped
-
-    def _use(self, key: K) -> None:
-        """Record a use of `key`, and load it if it is not loaded."""
-        if not self._order.used(key):
-            self._drop(lambda other: self._order.passed(other) and other != key)
-        if key not in self._loaded:
-            self._send_now(key)
-
-    def _send_now(self, key: K) -> None:
-        """Load `key`, whose use was not predicted; others in the ring that are not in use may be dropped for it."""
-        if self._send_if_room(key):
-            return
-        self._drop(lambda other: other != key)
-        if not self._send_if_room(key):  # more in use at once than the ring was made for
-            self._send_beside(key)
-
-    def _used_up(self, key: K) -> None:
-        """End a use of `key`: unless it remains loaded, its room is for what is needed next."""
-        if key not in self._resident and not self._order.awaited(key):
-            self._release(key)
-            self._send_ahead()
-
-    def _send_ahead(self) -> None:
-        self._order.look_ahead(self._send_if_room)
-
-    def _drop(self, which: Callable[[K], bool]) -> list[K]:
-        """Evict what is in the ring, not in use and for which `which` is true; return it."""
-        idle = [key for key in self._idle_in_ring() if which(key)]
-        for key in idle:
-            self._evict(key)
-        if idle:
-            self._order.look_again()
-        return idle
-
-    @abstractmethod
-    def _send_if_room(self, key: K) -> bool:
-        """Load `key` if there is room, unless it is loaded; return whether it is."""
-
-    @abstractmethod
-    def _send_beside(self, key: K) -> None:
-        """Load `key` into memory beside the ring."""
-
-    @abstractmethod
-    def _idle_in_ring(self) -> Iterable[K]:
-        """What is in the ring and not in use."""
-
-    @abstractmethod
-    def _release(self, key: K) -> None:
-        """Free the memory of `key`, which is loaded."""
-
-    def _evict(self, key: K) -> None:
-        """Free the memory of `key`, which may still be on its way."""
-        self._release(key)
 
 
 ALIGNMENT = 4096  # bytes: required by direct reads from disks, and more than any kernel requires

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tightfit.plan.prefetch import Lease, PrefetchOrder, PrefetchPolicy, Ring
+from tightfit.plan.prefetch import Lease, PrefetchOrder, Ring
+from tightfit.plan.prefetch_policy import PrefetchPolicy
 from tightfit.schema.machine import EXCHANGES, Accelerator, KernelGroup
 
 __all__ = [
@@ -180,16 +181,26 @@ class TransferSimulator(PrefetchPolicy[str]):
         """Seconds at the end of the last call in which the link had nothing to load for it."""
         return self.now - self._fed
 
-    def work(self, segments: Iterable[ComputeSegment], *, left_out: Collection[str] = (), after: int = 0) -> float:
+    def work(
+        self,
+        segments: Iterable[ComputeSegment],
+        *,
+        left_out: Collection[str] = (),
+        after: int = 0,
+        then: Collection[str] = (),
+    ) -> float:
         """Simulate a call that consists of `segments`; return its seconds.
 
-        From the segment number `after` on, it is known that none of the groups `left_out` is needed in this call.
+        From the segment number `after` on, it is known that none of the groups `left_out` is needed in this call; from
+        the beginning on, that none of the groups `then` is needed in the next one.
         """
         began = self.now
         self.begin()
+        if self._usual is not None or then or (left_out and not after):
+            self.leave_out(None if after else left_out or None, then or None)
         for number, segment in enumerate(segments):
-            if left_out and number == after:
-                self.leave_out(left_out)
+            if left_out and number == after > 0:
+                self.leave_out(left_out, then or None)
             self.run(segment)
         self.end()
         return self.now - began
@@ -202,9 +213,7 @@ class TransferSimulator(PrefetchPolicy[str]):
 
     def end(self) -> None:
         """End the call: start to load what the next one needs."""
-        self._order.end()
-        self._whole_again()
-        self._send_ahead()
+        self._end_call()
 
     def run(self, segment: ComputeSegment) -> None:
         """Run `segment` as soon as the weights that it needs are loaded."""

@@ -137,6 +137,7 @@ def to_mapping(prediction: Prediction) -> dict[str, Any]:
             }
             for phase in fold_phases(trace.phases)
         ],
+        "caches": [cache.to_mapping() for cache in trace.caches],
         "plan": prediction.plan.to_mapping(),
         "reasons": [reason.to_mapping() for reason in prediction.plan.reasons],
     }

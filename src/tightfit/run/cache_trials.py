@@ -32,8 +32,8 @@ from tightfit.run.prompt import Prompt
 from tightfit.run.run_target import RunOptions
 from tightfit.schema.cache_calibration import CacheCalibration, CacheTrial
 from tightfit.schema.request import Request
-from tightfit.schema.results import CacheTrace, Trace
-from tightfit.schema.step_cache import StepCache
+from tightfit.schema.results import Trace
+from tightfit.schema.step_cache import CacheTrace, StepCache
 
 __all__ = ["Calls", "calibrate", "calibrate_model"]
 

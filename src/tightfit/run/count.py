@@ -82,7 +82,9 @@ def counted(
         other_devices=elsewhere,
         fits=all(fits),
         plan=plan,
-        trace=Trace(device=name, seconds=now, phases=tuple(phases), lossy=plan.lossy, notes=(note,)),
+        trace=Trace(
+            device=name, seconds=now, phases=tuple(phases), caches=footprint.kept, lossy=plan.lossy, notes=(note,)
+        ),
         dtype=main_dtype(footprint.components),
     )
 

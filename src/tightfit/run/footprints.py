@@ -248,7 +248,7 @@ def _measure_call(
         expected: set[str] = set()
         footprint = made.model_copy(
             update={"request": simulation.request, "phases": phases, "not_measured": OPTIONAL_PARTS}
-            | ({"caches": simulation.caches} if cache else {})
+            | ({"caches": simulation.caches, "kept": simulation.fitted.report().trace.caches} if cache else {})
         )
         while wanted := missing(footprint):
             work.expect(sum(SIZES[part] for part in wanted if part not in expected))

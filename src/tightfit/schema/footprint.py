@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from tightfit.schema.base import Count, Positive, Rate, Record
 from tightfit.schema.machine import KernelGroup, LayerWork
 from tightfit.schema.request import Request
-from tightfit.schema.step_cache import StepCache
+from tightfit.schema.step_cache import CacheTrace, StepCache
 
 __all__ = [
     "OPTIONAL_PARTS",
@@ -226,6 +226,7 @@ class Footprint(Record):
     variants: tuple[Variant, ...] = ()  # other ways to run denoisers than in `phases`
     not_measured: tuple[str, ...] = ()  # members of OPTIONAL_PARTS that were not measured, because no plan needed them
     caches: dict[str, StepCache] = Field(default_factory=dict)  # step caches by component, with which it was measured
+    kept: tuple[CacheTrace, ...] = ()  # what these caches kept in the measured call, which is in its phases' peaks
     from_call_log: bool = False  # made from the log of a finished call, so that its least budget is uncertain
 
     @model_validator(mode="after")

@@ -8,9 +8,10 @@ from pydantic import Field
 
 from tightfit.schema.base import Count, Positive, Rate, Real, Record
 from tightfit.schema.plan import Plan, Storage
+from tightfit.schema.step_cache import CacheTrace
 from tightfit.units import format_bytes
 
-__all__ = ["CacheTrace", "CallMeasurement", "Moment", "PhaseMeasurement", "PhaseTrace", "Prediction", "Sample", "Trace"]
+__all__ = ["CallMeasurement", "Moment", "PhaseMeasurement", "PhaseTrace", "Prediction", "Sample", "Trace"]
 
 
 class Sample(Record):
@@ -48,28 +49,6 @@ class PhaseTrace(Record):
     runs: Positive = 1  # number of component calls
     on_demand: Count = 0  # number of weight groups that were loaded only when they were needed
     seconds_waiting: Real = 0.0  # seconds that the host waited for weights
-
-
-class CacheTrace(Record):
-    """What a component's step cache kept in a call, and which steps it skipped."""
-
-    component: str
-    strategy: str
-    steps: Count  # number of denoising steps that it saw
-    skipped_steps: tuple[Count, ...] = ()  # in which it left something out, counted from 0
-    device_bytes: Count = 0  # most bytes that it kept on the device between steps
-    host_bytes: Count = 0  # most bytes that it kept in host memory
-    loaded_in_vain: Count = 0  # bytes of weights that were on their way when it was decided not to run their layers
-
-    @property
-    def described(self) -> str:
-        """What it skipped and kept, as a sentence."""
-        skipped = ", ".join(map(str, self.skipped_steps))
-        text = f"{self.component} with {self.strategy}: {len(self.skipped_steps)} of {self.steps} steps skipped"
-        text += f" ({skipped})" if skipped else ""
-        text += f", {format_bytes(self.device_bytes)} kept on the device" if self.device_bytes else ""
-        text += f", {format_bytes(self.host_bytes)} in host memory" if self.host_bytes else ""
-        return text + (f", {format_bytes(self.loaded_in_vain)} loaded in vain" if self.loaded_in_vain else "")
 
 
 class Trace(Record):

@@ -16,8 +16,19 @@ from pydantic import BeforeValidator, model_validator
 
 from tightfit.errors import PlanError, unknown_name
 from tightfit.schema.base import Count, Positive, Real, Record
+from tightfit.units import format_bytes
 
-__all__ = ["STRATEGIES", "CacheLike", "Decides", "NamedCache", "Predicts", "Reuses", "StepCache", "StrategyKind"]
+__all__ = [
+    "STRATEGIES",
+    "CacheLike",
+    "CacheTrace",
+    "Decides",
+    "NamedCache",
+    "Predicts",
+    "Reuses",
+    "StepCache",
+    "StrategyKind",
+]
 
 Reuses = Literal["blocks", "network", "attention", "prompt"]
 Predicts = Literal["as it was", "taylor", "last change", "linear in time"]
@@ -252,3 +263,31 @@ def _of_text(said: object) -> object:
 
 NamedCache: TypeAlias = Annotated[StepCache, BeforeValidator(_of_text)]  # as a plan's field: also as text
 CacheLike: TypeAlias = StepCache | Mapping[str, Any] | str | None  # as users may say it; None: no step cache
+
+
+class CacheTrace(Record):
+    """What a component's step cache kept in a call, and which steps it skipped."""
+
+    component: str
+    strategy: str
+    steps: Count  # number of denoising steps that it saw
+    skipped_steps: tuple[Count, ...] = ()  # in which it left something out, counted from 0
+    device_bytes: Count = 0  # most bytes that it kept on the device between steps
+    host_bytes: Count = 0  # most bytes that it kept in host memory
+    loaded_in_vain: Count = 0  # bytes of weights that were on their way when it was decided not to run their layers
+
+    @property
+    def described(self) -> str:
+        """What it skipped and kept, as a sentence."""
+        skipped = ", ".join(map(str, self.skipped_steps))
+        text = f"{self.component} with {self.strategy}: {len(self.skipped_steps)} of {self.steps} steps skipped"
+        text += f" ({skipped})" if skipped else ""
+        text += f", {self.kept}" if self.kept else ""
+        return text + (f", {format_bytes(self.loaded_in_vain)} loaded in vain" if self.loaded_in_vain else "")
+
+    @property
+    def kept(self) -> str:
+        """What it kept, as text; "" for nothing."""
+        device = f"{format_bytes(self.device_bytes)} kept on the device" if self.device_bytes else ""
+        host = f"{format_bytes(self.host_bytes)} {'' if device else 'kept '}in host memory" if self.host_bytes else ""
+        return ", ".join(filter(None, (device, host)))

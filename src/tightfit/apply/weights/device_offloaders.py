@@ -58,9 +58,12 @@ class DeviceOffloaders:
         """Return the manager of each part of the component `name`: one, unless it is split."""
         return [self._all[device] for device in self._plan.parts_of(name)]
 
-    def leave_out(self, name: str, modules: Sequence[nn.Module]) -> int:
-        """Load nothing in `modules` for the rest of this call of `name`; return the bytes that were loaded in vain."""
-        return sum(each.leave_out(name, modules) for each in self.by_part(name))
+    def leave_out(self, name: str, modules: Sequence[nn.Module], then: Sequence[nn.Module] = ()) -> int:
+        """Load nothing in `modules` for the rest of this call of `name`, and nothing in `then` for the next one.
+
+        Return the bytes that were loaded in vain.
+        """
+        return sum(each.leave_out(name, modules, then) for each in self.by_part(name))
 
     def devices_of(self, name: str) -> list[Device]:
         """Return the device of each part of the component `name`."""

@@ -19,11 +19,12 @@ from tightfit.apply.weights.device_pool import DeviceWeightPool, OnDemandLoader
 from tightfit.apply.weights.loaded_group import LoadedGroup
 from tightfit.apply.weights.offloaded_parameter import LazyWeights
 from tightfit.apply.weights.stores import FileBackedWeights
-from tightfit.apply.weights.weight_groups import WeightGroup, behind_gates, expected_in
+from tightfit.apply.weights.weight_groups import WeightGroup, behind_gates, expected_in, groups_inside
 from tightfit.apply.weights.weight_store import forget_casts
 from tightfit.devices.device import Device
 from tightfit.measure.recorder import Recorder
-from tightfit.plan.prefetch import PrefetchOrder, PrefetchPolicy
+from tightfit.plan.prefetch import PrefetchOrder
+from tightfit.plan.prefetch_policy import PrefetchPolicy
 
 __all__ = ["Streamer"]
 
@@ -100,15 +101,13 @@ class Streamer(PrefetchPolicy[WeightGroup]):
         order = self._orders.get(method)
         if order is None:
             order = self._orders[method] = PrefetchOrder(list(expected_in(method, self._groups)))
-        if order is not self._order:
-            self._order = order
+        if order is not (self._usual or self._order):
+            self._order, self._usual = order, None
             order.rewind()
 
     def end(self) -> None:
         """End the call."""
-        self._order.end()
-        self._whole_again()
-        self._send_ahead()
+        self._end_call()
         self._stream.mark()  # for a call on another stream
 
     def expect(self, gates: Sequence[nn.Module]) -> None:
@@ -117,11 +116,11 @@ class Streamer(PrefetchPolicy[WeightGroup]):
         if self._complete:
             self.expect_uses(groups)
 
-    def without(self, modules: Iterable[nn.Module]) -> int:
-        """Expect that nothing in `modules` runs any more in this call; return the bytes that were loaded in vain."""
-        inside = {part for module in modules for part in module.modules()} if self._complete else set()
-        left = {group for group in self._groups if inside.issuperset(group.gates)}
-        return sum(group.size for group in self.leave_out(left)) if inside else 0
+    def without(self, modules: Iterable[nn.Module], then: Iterable[nn.Module] = ()) -> int:
+        """Expect nothing in `modules` any more in this call, nor `then` in the next; return bytes loaded in vain."""
+        left, after = (groups_inside(self._groups, each) if each else None for each in map(tuple, (modules, then)))
+        changes = self._complete and (left is not None or after is not None or self._usual is not None)
+        return sum(group.size for group in self.leave_out(left, after)) if changes else 0
 
     def enter(self, gate: nn.Module) -> None:
         """Begin a forward pass of `gate`: its groups are in use until `leave`, or none is if this raises."""
@@ -192,7 +191,7 @@ class Streamer(PrefetchPolicy[WeightGroup]):
             self._placeholders.keep(group)
             if group.store.writable:
                 group.show(self._placeholders[group], group.source_params)
-        self._loaded, self._whole = {}, None
+        self._loaded, self._order, self._usual = {}, self._usual or self._order, None
         forget_casts()
         self._entered.clear()
         self._fetcher.forget()

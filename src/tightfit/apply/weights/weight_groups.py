@@ -18,7 +18,7 @@ from tightfit.plan.layer_selection import group_layers, paths_to
 from tightfit.schema.footprint import Component
 from tightfit.schema.plan import Granularity
 
-__all__ = ["Table", "TensorSlot", "WeightGroup", "behind_gates", "expected_in", "weight_groups_of"]
+__all__ = ["Table", "TensorSlot", "WeightGroup", "behind_gates", "expected_in", "groups_inside", "weight_groups_of"]
 
 Table = dict[str, torch.Tensor | None]
 
@@ -169,6 +169,12 @@ def behind_gates(groups: Iterable[WeightGroup]) -> dict[nn.Module, list[WeightGr
         for gate in dict.fromkeys(group.gates):
             behind.setdefault(gate, []).append(group)
     return behind
+
+
+def groups_inside(groups: Iterable[WeightGroup], modules: Iterable[nn.Module]) -> set[WeightGroup]:
+    """Return the groups that nothing outside `modules` uses."""
+    inside = {part for module in modules for part in module.modules()}
+    return {group for group in groups if inside.issuperset(group.gates)}
 
 
 def expected_in(method: str, groups: Iterable[WeightGroup]) -> Iterator[WeightGroup]:

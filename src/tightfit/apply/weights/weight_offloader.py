@@ -177,9 +177,12 @@ class WeightOffloader:
         self._call_order.expect(steps, passes)
         self._unused, self._early = unused, early
 
-    def leave_out(self, name: str, modules: Iterable[nn.Module]) -> int:
-        """Load nothing in `modules` for the rest of this call of `name`; return the bytes that were loaded in vain."""
-        return self._streamers[name].without(modules) if name in self._streamers else 0
+    def leave_out(self, name: str, modules: Iterable[nn.Module], then: Iterable[nn.Module] = ()) -> int:
+        """Load nothing in `modules` for the rest of this call of `name`, and nothing in `then` for the next one.
+
+        Return the bytes that were loaded in vain.
+        """
+        return self._streamers[name].without(modules, then) if name in self._streamers else 0
 
     def begin(self, steps: int | None) -> None:
         """Begin a call with `steps` steps (None: the default number)."""

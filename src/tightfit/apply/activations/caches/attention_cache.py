@@ -54,18 +54,30 @@ class AttentionCache(BranchCache):
         able = self.able
         return {cross: able and self._reuses(call, cross) for cross in (False, True)}
 
+    @property
+    def skippable(self) -> tuple[nn.Module, ...]:
+        return tuple({layer: None for layer, _ in self._values})
+
+    def left_out_by(self, call: DenoiserCall) -> tuple[nn.Module, ...]:
+        if self.failed is not None or not self._values:
+            return ()
+        reused = {cross: self._reuses(call, cross) for cross in (False, True)}
+        return tuple(layer for layer in self.skippable if reused[layer in self._cross])
+
     def begin(self, call: DenoiserCall, skips: bool | None) -> None:
         self._reused = self._foreseen(call)
         self._runs.clear()
         super().begin(call, skips)
         if skips:
-            self._leave_out({layer: None for layer, _ in self._values if self._reused[layer in self._cross]})
+            self._leave_out([layer for layer in self.skippable if self._reused[layer in self._cross]])
 
     def _reuses(self, call: DenoiserCall, cross: bool) -> bool:
         """Whether `call` is one that reuses what layers returned that attend to the prompt (`cross`), or the others."""
         if self.settings.skipped_steps is not None:
             return call.step in self.settings.skipped_steps
-        return self._within(call, self._ran.get(cross), "cross_interval" if cross else "interval")
+        runs_now = self.call is not None and self.call.step < call.step and not self._reused[cross]
+        ran = self.call.step if self.call is not None and runs_now else self._ran.get(cross)
+        return self._within(call, ran, "cross_interval" if cross else "interval")
 
     def _within(self, call: DenoiserCall, ran: int | None, interval: str) -> bool:
         """Whether `call` is fewer than `interval` steps after `ran`, and neither warms up nor cools down."""

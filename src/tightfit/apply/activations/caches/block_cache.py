@@ -87,6 +87,10 @@ class BlockCache(BranchCache):
     def kept(self) -> Iterator[KeptTensors]:
         return (each.kept for each in self._stretches.values())
 
+    @property
+    def skippable(self) -> tuple[nn.Module, ...]:
+        return self.blocks.middle
+
     def begin(self, call: DenoiserCall, skips: bool | None) -> None:
         super().begin(call, skips)
         self._forget_call()
@@ -123,7 +127,7 @@ class BlockCache(BranchCache):
     def _decided(self) -> None:
         super()._decided()
         if self.skips:
-            self._leave_out(self.blocks.middle)
+            self._leave_out(self.skippable)
 
     # blocks that run
 

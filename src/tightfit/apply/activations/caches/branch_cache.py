@@ -49,6 +49,19 @@ class BranchCache(ABC):
         """Whether `call`, the next one, skips; None if it depends on its tensors."""
         return self.condition.foreseen(call) if self.able else False
 
+    @property
+    @abstractmethod
+    def skippable(self) -> tuple[nn.Module, ...]:
+        """Modules that a skipped step leaves out."""
+
+    def left_out_by(self, call: DenoiserCall) -> tuple[nn.Module, ...]:
+        """Return what `call`, which comes after the one in progress, leaves out, as far as that is known by now."""
+        if self.call is None:
+            return self.skippable if self.foreseen(call) else ()
+        if self.failed is not None or self.skips is None:
+            return ()
+        return self.skippable if self.condition.after(self.call, skipped=self.skips).foreseen(call) else ()
+
     def begin(self, call: DenoiserCall, skips: bool | None) -> None:
         """Begin a call, of which `foreseen` has said whether it `skips`."""
         self.call, self.skips = call, skips

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -17,7 +16,7 @@ from tightfit.apply.activations.caches.filtered_input import FilteredInput, NotF
 from tightfit.apply.activations.caches.guidance import ConditionalPrediction
 from tightfit.apply.activations.caches.skippable_parts import skippable_parts
 from tightfit.apply.activations.caches.step_changes import StepChanges
-from tightfit.apply.activations.caches.step_counter import DenoiserCall, StepCounter
+from tightfit.apply.activations.caches.step_counter import CallSequence, DenoiserCall, StepCounter, call_shapes
 from tightfit.apply.activations.gradient_checkpointing import attention_layers
 from tightfit.apply.method_overrides import override_class_members
 from tightfit.apply.module_hooks import wrap
@@ -26,8 +25,7 @@ from tightfit.devices.pinned_pool import ActivationHostPool
 from tightfit.errors import CacheError
 from tightfit.measure.modules import compiled_around
 from tightfit.measure.recorder import Recorder
-from tightfit.schema.results import CacheTrace
-from tightfit.schema.step_cache import StepCache
+from tightfit.schema.step_cache import CacheTrace, StepCache
 
 __all__ = ["ComponentCache"]
 
@@ -45,11 +43,11 @@ class ComponentCache:
         settings: StepCache,
         device: Device,
         pipeline: DenoisingPipeline,
-        leave_out: Callable[[Iterable[nn.Module]], int],
+        leave_out: Callable[[Iterable[nn.Module], Iterable[nn.Module]], int],
         recorder: Recorder,
     ) -> None:
-        """`leave_out` is called with the modules that the call in progress will not run, and returns the bytes that
-        were loaded for them. Raises CacheError.
+        """`leave_out` is called with the modules that the call in progress will not run, and those that the next one
+        will not, and returns the bytes that were loaded in vain. Raises CacheError.
         """
         if network._compiled_call_impl is not None:
             raise CacheError(
@@ -63,11 +61,12 @@ class ComponentCache:
             name, network, settings, pool, self._leave_out, pipeline, self._conditional
         )
         self._filter = FilteredInput(settings, pipeline) if settings.kind.decides == "filtered input" else None
-        self._counter = StepCounter(pipeline.steps)
+        self._counter, self._sequence = StepCounter(pipeline.steps), CallSequence()
         self._place: DenoiserCall | None = None  # of the network's call in progress
         self._forwards = 0  # forward passes in it
         self._branches: dict[Hashable, BranchCache] = {}
         self._now: BranchCache | None = None
+        self._foretold = False  # whether it was said in the last call that this one leaves something out
         self._skipped: set[int] = set()
         self._changes: list[StepChanges] | None = None
         self.on_leave_out: Callable[[], object] = lambda: None  # is called when modules are left out
@@ -75,8 +74,19 @@ class ComponentCache:
         self._peaks = [0, 0]  # bytes that were kept on the device and in host memory
 
     def _leave_out(self, modules: Iterable[nn.Module]) -> None:
-        self._in_vain += self._leaves_out(modules)
-        self.on_leave_out()
+        """Say that the call in progress leaves out `modules`, and what the next one leaves out, if that is known."""
+        now, then = tuple(modules), self._left_out_next()
+        if now or then or self._foretold:
+            self._in_vain += self._leaves_out(now, then)
+        self._foretold = bool(then)
+        if now:
+            self.on_leave_out()
+
+    def _left_out_next(self) -> tuple[nn.Module, ...]:
+        assert self._place is not None
+        key, following = self._sequence.next(self._place.steps)
+        branch = self._branches.get(key)
+        return () if branch is None or following is None else branch.left_out_by(following)
 
     def attach(self, network: nn.Module, undo: Callable[..., object]) -> None:
         """Take part in the calls of `network` and of its modules; `undo` receives how to stop that."""
@@ -104,7 +114,7 @@ class ComponentCache:
             undo(module.register_forward_pre_hook(watch, with_kwargs=True).remove)
         members: dict[str, Any] = {"forward": self._forward(type(network).forward)}
         if (context := getattr(type(network), "cache_context", None)) is not None:
-            members["cache_context"] = self._context(context)
+            members["cache_context"] = self._counter.naming(context)
         undo(override_class_members(network, **members))
         if self._pool is not None:
             undo(self._pool.close)
@@ -145,6 +155,7 @@ class ComponentCache:
         """Forget everything: a call of the pipeline begins or ends."""
         self._forget(list(self._branches))
         self._counter.clear()
+        self._sequence.clear()
         self._counter.context = None
         self._conditional.clear()
         if self._filter is not None:
@@ -208,11 +219,7 @@ class ComponentCache:
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
         assert self._place is not None
-        shapes = tuple(
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else None
-            for leaf in tree_leaves((args, kwargs))
-        )
-        return self._place.branch, self._forwards, shapes
+        return self._place.branch, self._forwards, call_shapes(args, kwargs)
 
     def _forward(self, work: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(work)
@@ -221,6 +228,8 @@ class ComponentCache:
             if place is None or self._now is not None or torch.is_grad_enabled():
                 return work(network, *args, **kwargs)
             key = self._key(args, kwargs)
+            if not self._forwards:
+                self._sequence.note(key, place)
             self._forwards += 1
             if key not in self._branches:
                 self._forget([other for other in self._branches if other[:2] == key[:2]])  # type: ignore[index]
@@ -249,6 +258,8 @@ class ComponentCache:
         self._now = branch
         try:
             branch.begin(place, branch.foreseen(place))
+            if not branch.skips:
+                self._leave_out(())
             if self._filter is not None:
                 self._filter.begin(network, args, kwargs, place)
                 if not self._settings.decides_in_blocks:
@@ -283,17 +294,3 @@ class ComponentCache:
     def _forget(self, keys: Iterable[Hashable]) -> None:
         for key in keys:
             self._branches.pop(key).forget()
-
-    def _context(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return diffusers' `cache_context`, which also says here which prediction the calls within are."""
-
-        @contextlib.contextmanager
-        def context(network: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-            before, self._counter.context = self._counter.context, name
-            try:
-                with original(network, name, *args, **kwargs):
-                    yield
-            finally:
-                self._counter.context = before
-
-        return context

@@ -6,6 +6,8 @@ thresholds cannot be compared: there every second step is skipped, unless the pl
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from tightfit.apply.activations.caches.step_counter import DenoiserCall
@@ -50,6 +52,12 @@ class SkipCondition:
         if settings.kind.decides == "magnitudes":
             return self._within_magnitudes(call)
         return None
+
+    def after(self, call: DenoiserCall, *, skipped: bool) -> SkipCondition:
+        """Return a copy of it as it will be after `call`."""
+        later = copy.copy(self)
+        later.note(call, None, skipped=skipped)
+        return later
 
     def within(self, step: int, interval: int) -> bool:
         """Whether fewer than `interval` steps have passed since the last that ran."""

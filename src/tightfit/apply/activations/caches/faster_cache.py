@@ -92,6 +92,9 @@ class FasterCache(AttentionCache):
             return call.step in self.settings.skipped_steps
         return self._within(call, self._ran_both, "guidance_interval")
 
+    def left_out_by(self, call: DenoiserCall) -> tuple[nn.Module, ...]:
+        return ()  # which prediction it is of is known when it begins
+
     def begin(self, call: DenoiserCall, skips: bool | None) -> None:
         self._role, self._half = predictions_of(call), None
         self._leaves_out = self._leaves_out_unconditional(call)

@@ -53,6 +53,10 @@ class NetworkCache(BranchCache):
             yield self._before
 
     @property
+    def skippable(self) -> tuple[nn.Module, ...]:
+        return tuple(self._network.children())
+
+    @property
     def _in_time(self) -> bool:
         return self.settings.kind.predicts == "linear in time"
 
@@ -137,7 +141,7 @@ class NetworkCache(BranchCache):
 
     def _decided(self) -> None:
         if self.skips:
-            self._leave_out(self._network.children())
+            self._leave_out(self.skippable)
         elif not self._in_time:
             super()._decided()
 

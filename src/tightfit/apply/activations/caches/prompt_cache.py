@@ -66,6 +66,13 @@ class PromptCache(BranchCache):
     def foreseen(self, call: DenoiserCall) -> bool | None:
         return False
 
+    @property
+    def skippable(self) -> tuple[nn.Module, ...]:
+        return tuple(self._seen)
+
+    def left_out_by(self, call: DenoiserCall) -> tuple[nn.Module, ...]:
+        return self.skippable  # if the prompt remains the same
+
     def begin(self, call: DenoiserCall, skips: bool | None) -> None:
         self.call, self.skips = call, bool(self._seen)
 
@@ -81,8 +88,7 @@ class PromptCache(BranchCache):
                 reused.add(known.output_mark)
             else:
                 del self._seen[layer]
-        if self._seen:
-            self._leave_out(self._seen)
+        self._leave_out(self.skippable)
         return work(*args, **kwargs)
 
     def module(self, module: nn.Module, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.apply.activations.outputs import are_equal
 
-__all__ = ["DenoiserCall", "StepCounter", "call_inputs", "parameter_names"]
+__all__ = ["CallSequence", "DenoiserCall", "StepCounter", "call_inputs", "call_shapes", "parameter_names"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,37 @@ class DenoiserCall:
     step: int  # counted from 0
     steps: int | None  # number of steps of the pipeline's call; None: unknown
     branch: str | int  # which of a step's guidance predictions: the pipeline's name for it, or a number
+
+
+class CallSequence:
+    """The calls of a denoising step by their keys, which tell what comes next in the step after it."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin another call of the pipeline."""
+        self._step = -1
+        self._now = list[tuple[Hashable, str | int]]()  # keys and branches of the calls of this step, …
+        self._before = list[tuple[Hashable, str | int]]()  # … and of the one before
+
+    def note(self, key: Hashable, call: DenoiserCall) -> None:
+        """Note a call that begins."""
+        if call.step != self._step:
+            self._before, self._now, self._step = self._now, [], call.step
+        self._now.append((key, call.branch))
+
+    def next(self, steps: int | None) -> tuple[Hashable, DenoiserCall | None]:
+        """Return the key and the place of the call after this one, of `steps` steps, if they go on as in the last one.
+
+        None for both where that is not known, and after the last call.
+        """
+        done = len(self._now)
+        if not self._before or self._now != self._before[:done]:
+            return None, None
+        same = done < len(self._before)
+        (key, branch), step = self._before[done if same else 0], self._step + (not same)
+        return (key, DenoiserCall(step, steps, branch)) if steps is None or step < steps else (None, None)
 
 
 class StepCounter:
@@ -71,6 +103,20 @@ class StepCounter:
         self._branches.add(branch)
         return DenoiserCall(self._step, self._steps(), branch)
 
+    def naming(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return diffusers' `cache_context`, which also names the calls within here."""
+
+        @contextlib.contextmanager
+        def context(network: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+            before, self.context = self.context, name
+            try:
+                with original(network, name, *args, **kwargs):
+                    yield
+            finally:
+                self.context = before
+
+        return context
+
     def _same_step(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         given = call_inputs(network, args, kwargs)
         latents = list(_tensors(next(iter(given.values()), None)))
@@ -102,6 +148,14 @@ def call_inputs(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     names = parameter_names(type(network))
     given = dict(zip(names, args, strict=False)) | kwargs
     return {name: given.pop(name) for name in names if name in given} | given
+
+
+def call_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
+    """Return the shapes and dtypes of the tensors of a call, in order."""
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else None
+        for leaf in tree_leaves((args, kwargs))
+    )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -54,6 +54,10 @@ class UnetCache(BranchCache):
     def kept(self) -> Iterator[KeptTensors]:
         yield self._kept
 
+    @property
+    def skippable(self) -> tuple[nn.Module, ...]:
+        return self.blocks.middle
+
     def module(self, module: nn.Module, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self.call is not None
         if module in self.blocks.first:
@@ -84,7 +88,7 @@ class UnetCache(BranchCache):
     def _decided(self) -> None:
         super()._decided()
         if self.skips:
-            self._leave_out(self.blocks.middle)
+            self._leave_out(self.skippable)
 
 
 def _form(value: Any) -> Any:
