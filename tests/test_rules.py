@@ -23,7 +23,7 @@ FILES = sorted(SRC.rglob("*.py"))
 ORDER = (
     "errors", "units", "progress", "signals", "sockets", "files", "schema", "catalog", "demo", "report", "simulator",
     "devices", "measure", "plan", "apply", "checkpoint", "run", "terminal", "command_options",
-    "batch_command", "calibrate_command", "checkpoint_commands", "cli", "__main__",
+    "batch_command", "calibrate_command", "checkpoint_commands", "compare_command", "cli", "__main__",
 )  # fmt: skip
 # all that plan and report may see
 PURE = {"errors", "units", "schema", "catalog"}

@@ -39,6 +39,7 @@ from tightfit.command_options import (
     Where,
     Within,
 )
+from tightfit.compare_command import COMPARE_EXAMPLES, compare
 from tightfit.errors import InputError
 from tightfit.run.launched_ranks import launched_rank
 from tightfit.run.limits import limits_of
@@ -248,6 +249,7 @@ def chart(
             typer.echo(made.to_json())
 
 
+app.command(cls=RunCommand, help=COMPARE_EXAMPLES)(compare)
 app.command(cls=RunCommand, help=BATCH_EXAMPLES)(batch)
 app.command(help=EXPORT_EXAMPLES)(export)
 app.command(help=CALIBRATE_EXAMPLES)(calibrate)

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
 from tightfit.errors import InputError
+from tightfit.schema.results import PictureDifference
 
-__all__ = ["PictureDifference", "mean_psnr", "picture_differences", "psnr", "ssim"]
+__all__ = ["mean_psnr", "picture_differences", "psnr", "ssim"]
 
 WINDOW, SIGMA = 11, 1.5  # pixels of the Gaussian window, and its standard deviation
 K1, K2 = 0.01, 0.03  # constants of SSIM, for values between 0 and 1
-
-
-class PictureDifference(NamedTuple):
-    """How much a picture differs from its reference."""
-
-    psnr: float  # dB; infinite for identical pictures
-    ssim: float  # 1 for identical pictures
 
 
 def psnr(a: Tensor, b: Tensor) -> float:
@@ -74,19 +67,24 @@ def _ratios(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _similarities(a: Tensor, b: Tensor) -> Tensor:
-    """Return the structural similarity of each picture, [N]."""
+    """Return the structural similarity of each picture, [N]: one at a time, as each takes ten times its bytes."""
     height, width = a.shape[-2:]
     if min(height, width) < WINDOW:
         raise InputError(
             f"pictures of {width} × {height} pixels are too small for SSIM, which needs {WINDOW} × {WINDOW}",
             height=height, width=width,
         )  # fmt: skip
+    return torch.stack([_similarity(one[None], other[None]) for one, other in zip(a, b, strict=True)])
+
+
+def _similarity(a: Tensor, b: Tensor) -> Tensor:
+    """Return the structural similarity of one picture [1, C, H, W]."""
     mean_a, mean_b = _smoothed(a), _smoothed(b)
     variance_a, variance_b = _smoothed(a * a) - mean_a.square(), _smoothed(b * b) - mean_b.square()
     covariance = _smoothed(a * b) - mean_a * mean_b
     brightness = (2 * mean_a * mean_b + K1**2) / (mean_a.square() + mean_b.square() + K1**2)
     structure = (2 * covariance + K2**2) / (variance_a + variance_b + K2**2)
-    return (brightness * structure).mean(dim=(1, 2, 3))
+    return (brightness * structure).mean()
 
 
 def _smoothed(pictures: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from tightfit.run.simulate import SimulationRun
 from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.request import Request
 
-__all__ = ["Job", "export_model"]
+__all__ = ["Job", "demo_warnings", "export_model"]
 
 
 @dataclass
@@ -79,12 +79,7 @@ class Job:
 
     def warnings(self) -> list[str]:
         """Return a warning about words of the prompt that the demo model does not know, if there are any."""
-        unknown = unknown_words(self.prompt.text) if self.model is None else []
-        if not unknown:
-            return []
-        words = [word[:40] for word in dict.fromkeys(unknown)]
-        more = f" and {len(words) - 20} more" if len(words) > 20 else ""
-        return [f"the demo model does not know: {', '.join(words[:20])}{more}. It knows: {', '.join(sorted(WORDS))}"]
+        return demo_warnings(self.prompt) if self.model is None else []
 
     def load(self) -> None:
         """Load the model to run under the plan."""
@@ -144,6 +139,16 @@ class Job:
             "seed": self.prompt.seed,
             "outputs": [str(path) for path in self._outputs],
         }
+
+
+def demo_warnings(prompt: Prompt) -> list[str]:
+    """Return a warning about words of `prompt` that the demo model does not know, if there are any."""
+    unknown = unknown_words(prompt.text)
+    if not unknown:
+        return []
+    words = [word[:40] for word in dict.fromkeys(unknown)]
+    more = f" and {len(words) - 20} more" if len(words) > 20 else ""
+    return [f"the demo model does not know: {', '.join(words[:20])}{more}. It knows: {', '.join(sorted(WORDS))}"]
 
 
 def export_model(

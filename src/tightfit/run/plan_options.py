@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tightfit.errors import PlanError, RequestError
+from tightfit.run.plan_changes import parse_change, set_fields
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
 
@@ -40,14 +39,7 @@ def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dic
                 "and nothing else. Leave one of them out, or change single fields with --set"
             )
         choices["level"] = level
-    if changes:  # the forecast is not valid for the changed plan
-        choices.pop("forecast", None)
-    _drop_derived(choices, [change.partition("=")[0].split(".") for change in changes])
-    for change in changes:
-        field, equals, text = change.partition("=")
-        if not equals or not all(field.split(".")):
-            raise PlanError(f"--set {change!r} is not FIELD=VALUE, e.g. --set vae.tile=256")
-        _set(choices, field.split("."), _value(change, text))
+    set_fields(choices, [parse_change(change) for change in changes])
     return choices
 
 
@@ -80,43 +72,6 @@ def check_steps(request: Request) -> None:
 def demo_request(request: Request) -> Request:
     """Return `request` with the demo model's defaults: diffusers' usual 50 steps at guidance 7.5 do not suit it."""
     return Request(**{**DEMO_DEFAULTS, **{name: value for name, value in request if value is not None}})
-
-
-# field of a component → fields that a complete plan derives from it
-_DERIVED_FIELDS = {
-    "placement": ("weight_memory", "granularity", "ring_buffer", "resident_layers", "pinned"),
-    "offload_to": ("granularity", "ring_buffer", "resident_layers", "pinned"),
-    "storage": ("granularity", "ring_buffer", "resident_layers", "pinned"),
-    "weight_memory": ("granularity", "ring_buffer", "resident_layers"),
-    "granularity": ("ring_buffer", "resident_layers"),
-    "ring_buffer": ("resident_layers",),
-}
-
-
-def _drop_derived(choices: dict[str, Any], paths: list[list[str]]) -> None:
-    """Remove from `choices` the fields that derive from fields in `paths`, so that they are resolved anew."""
-    components = choices.get("components")
-    for path in paths:
-        chosen = components.get(path[1]) if isinstance(components, dict) and len(path) == 3 else None
-        if path[0] == "components" and isinstance(chosen, dict):
-            for derived in _DERIVED_FIELDS.get(path[2], ()):
-                if [*path[:2], derived] not in paths:
-                    chosen.pop(derived, None)
-
-
-def _value(change: str, text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: an invalid date
-        raise PlanError(f"--set {change!r}: the value is not YAML") from None
-
-
-def _set(fields: dict[str, Any], path: list[str], value: Any) -> None:
-    for name in path[:-1]:
-        fields = fields.setdefault(name, {})
-        if not isinstance(fields, dict):
-            raise PlanError(f"--set {'.'.join(path)}: {name} has no fields inside")
-    fields[path[-1]] = value
 
 
 EXAMPLES = """Any diffusers pipeline, any memory budget, the same pictures.

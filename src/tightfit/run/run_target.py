@@ -15,7 +15,7 @@ from tightfit.run.limits import Limits
 from tightfit.run.load import Loaded, load, load_made, load_on_rank
 from tightfit.run.models import DTYPES, stored_dtype
 from tightfit.run.plan_target import PlanTarget, plan_target_of
-from tightfit.run.planning_context import machine_of, plan_within
+from tightfit.run.planning_context import PlannedFolder, machine_of, plan_within
 from tightfit.run.simulate import simulate_call
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
@@ -69,18 +69,29 @@ class RunTarget:
         """The options' Plan fields without the device; level 0 if there are none."""
         return {name: value for name, value in self.options.choices.items() if name != "device"} or {"level": 0}
 
-    def load(self, folder: ModelFolder, request: Request, parallel: Mapping[str, Any] | None = None) -> Loaded:
+    def plan(self, folder: ModelFolder, request: Request) -> PlannedFolder | None:
+        """Return the plan for `request`; None without a budget to plan for. Raises as `load`; nothing is loaded."""
+        if self.plan_target is None:
+            return None
+        return plan_within(folder.path, request, self.plan_target, self.dtype_of(folder))
+
+    def load(
+        self,
+        folder: ModelFolder,
+        request: Request,
+        parallel: Mapping[str, Any] | None = None,
+        made: PlannedFolder | None = None,
+    ) -> Loaded:
         """Load the model in `folder` to run under the plan for `request`, on the ranks `parallel`.
 
-        Raises as `tightfit.load`.
+        `made` is what `plan` returned for them, if it was called. Raises as `tightfit.load`.
         """
         dtype = self.dtype_of(folder)
         if self.plan_target is not None and parallel is not None:
             return load_on_rank(folder, dtype, self.plan_target, request, parallel)
         if self.plan_target is not None:
-            return load_made(
-                folder, dtype, self.plan_target, plan_within(folder.path, request, self.plan_target, dtype)
-            )
+            made = made or plan_within(folder.path, request, self.plan_target, dtype)
+            return load_made(folder, dtype, self.plan_target, made)
         given: dict[str, Any] = {"request": request, "device": self.device, "dtype": dtype, "parallel": parallel}
         return load(folder.path, plan=self.choices, **given)
 

@@ -11,7 +11,23 @@ from tightfit.schema.plan import Plan, Storage
 from tightfit.schema.step_cache import CacheTrace
 from tightfit.units import format_bytes
 
-__all__ = ["CallMeasurement", "Moment", "PhaseMeasurement", "PhaseTrace", "Prediction", "Sample", "Trace"]
+__all__ = [
+    "CallMeasurement",
+    "Moment",
+    "PhaseMeasurement",
+    "PhaseTrace",
+    "PictureDifference",
+    "Prediction",
+    "Sample",
+    "Trace",
+]
+
+
+class PictureDifference(NamedTuple):
+    """How much a picture differs from its reference."""
+
+    psnr: float  # dB; infinite for identical pictures
+    ssim: float  # structural similarity; 1 for identical pictures
 
 
 class Sample(Record):
