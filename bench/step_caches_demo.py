@@ -13,7 +13,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.flop_counter import FlopCounterMode
 
-from measuring import psnr
-from tightfit import fit
+from tightfit import calibrate, fit
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.demo.judge import judge
 from tightfit.demo.scenes import Scene, random_scene
+from tightfit.measure.picture_difference import psnr
 from tightfit.run.models import find_model
-from tightfit.schema.step_cache import STRATEGIES, StepCache
+from tightfit.schema.step_cache import StepCache
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from demo_training.scores import GUIDANCE, STEPS, drawings
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 SCORE = ROOT / "bench" / "results" / "demo-score.json"
 RESULTS = ROOT / "bench" / "results" / "step-caches-demo.jsonl"
 PROMPTS, BATCH = 300, 15  # as tools/score_demo.py draws them
-SETTINGS = [
+SETTINGS = [  # but those of magcache, whose magnitudes are measured
     *(f"static,interval={n}" for n in (2, 3, 4, 6)),
     *(f"taylorseer,interval={n},warm_up=2" for n in (2, 3, 4, 6)),
     *(f"meancache,interval={n}" for n in (2, 3, 4, 6)),
@@ -45,7 +45,13 @@ SETTINGS = [
     *(f"first-block,threshold={n},warm_up=1,cool_down=1" for n in (0.05, 0.1, 0.2, 0.3)),
     *(f"dual-block,threshold={n},warm_up=1,cool_down=1" for n in (0.1, 0.2, 0.3, 0.5)),
     *(f"easycache,threshold={n},warm_up=2" for n in (0.05, 0.1, 0.2, 0.4)),
+    *(f"taylorseer-lite,interval={n},warm_up=2" for n in (2, 3, 4, 6)),
+    *(f"faster-cache,interval=2,guidance_interval={n},warm_up=4" for n in (2, 3, 4, 6)),
+    *(f"sea-cache,threshold={n},filters=latents" for n in (0.1, 0.2, 0.4, 0.8)),
 ]
+MAGCACHE = (0.03, 0.06, 0.12, 0.24)  # thresholds
+OTHERS = ("a small green square at the top", "a yellow triangle in the middle")  # prompts, to measure magnitudes with
+NOT_FOR = "teacache and blockdance are for transformers; text-kv changes no picture"
 
 
 class Asked(NamedTuple):
@@ -96,26 +102,35 @@ def uncached(pipe: Any, wanted: Sequence[Asked]) -> list[NDArray[np.float32]]:
     return list(np.load(kept, allow_pickle=False))
 
 
-def row(pipe: Any, settings: str, wanted: Sequence[Asked], plain: Sequence[NDArray[np.float32]]) -> dict[str, Any]:
-    """What a cache with these `settings` leaves out, and how right its pictures are."""
+def caches(pipe: Any) -> Iterator[StepCache]:
+    """All step caches that are tried; `pipe` follows no plan."""
+    yield from map(StepCache.of, SETTINGS)
+    made = calibrate(pipe, OTHERS, strategies=["magcache"], device="cpu", num_inference_steps=STEPS,
+                     guidance_scale=GUIDANCE)  # fmt: skip
+    for threshold in MAGCACHE:
+        yield made.trials[0].cache.model_copy(update={"threshold": threshold})
+
+
+def row(pipe: Any, cache: StepCache, wanted: Sequence[Asked], plain: Sequence[NDArray[np.float32]]) -> dict[str, Any]:
+    """What `cache` leaves out, and how right its pictures are."""
     whole = flops(pipe, wanted[0])
-    plan = {"components": {"unet": {"cache": StepCache.of(settings)}}}
+    plan = {"components": {"unet": {"cache": cache}}}
     fitted = fit(pipe, plan=plan, device="cpu", count_activations=False)
     right, ratios, skipped, part = list[bool](), list[float](), list[int](), None
     for each, reference in zip(wanted, plain, strict=True):
         picture = draw(pipe, each)
-        (cache,) = fitted.report().trace.caches
-        count = len(cache.skipped_steps)
+        (seen,) = fitted.report().trace.caches
+        count = len(seen.skipped_steps)
         if part is None and count:
             part = whole / STEPS - (whole - flops(pipe, each)) / count  # of a skipped step
         skipped.append(count)
         right.append(is_right(picture, each.scene))
-        ratios.append(psnr(torch.from_numpy(picture), torch.from_numpy(reference), 1.0))
+        ratios.append(psnr(*(torch.from_numpy(each).movedim(-1, 0)[None] for each in (picture, reference))))
     fitted.undo()
     left_out = 0.0 if part is None else float(np.mean(skipped)) * (1 - part * STEPS / whole) / STEPS
     finite = [each for each in ratios if each != float("inf")]
     return {
-        "settings": settings,
+        "settings": cache.brief,
         "left_out": round(left_out, 4),
         "skipped_steps": round(float(np.mean(skipped)), 2),
         "right": "".join("01"[each] for each in right),
@@ -132,10 +147,10 @@ def main() -> None:
     plain = uncached(pipe, wanted)
     right = [is_right(picture, each.scene) for picture, each in zip(plain, wanted, strict=True)]
     print(f"without a cache {sum(right)} of {len(right)} are right")
-    for settings in SETTINGS:
-        if settings in known:
+    for cache in caches(pipe):
+        if cache.brief in known:
             continue
-        found = row(pipe, settings, wanted, plain)
+        found = row(pipe, cache, wanted, plain)
         found["lost"] = sum(was and now == "0" for was, now in zip(right, found["right"], strict=True))
         with RESULTS.open("a") as file:
             file.write(json.dumps(found) + "\n")
@@ -143,5 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert {each.partition(",")[0] for each in SETTINGS} <= set(STRATEGIES)
     main()

@@ -10,7 +10,8 @@ from typing import Any
 
 from tightfit.report.summary import Report, align
 from tightfit.schema.plan import TECHNIQUES, Plan
-from tightfit.schema.results import CacheTrace, PictureDifference, Trace
+from tightfit.schema.results import PictureDifference, Trace
+from tightfit.schema.step_cache import CacheTrace
 from tightfit.units import format_bytes, format_seconds
 
 __all__ = ["Comparison", "difference_words"]
