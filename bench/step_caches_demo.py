@@ -1,6 +1,6 @@
 """Step caches on the demo model: pictures that are right, and PSNR, by the share of multiplications not done.
 
-    python bench/step_caches_demo.py
+    python bench/step_caches_demo.py [STRATEGY …]
 
 300 prompts with seeds of their own, those of the demo model's score, one picture a call, 20 steps: without a cache, and
 with each strategy that a U-Net of three levels admits, at several settings. One line for each setting in
@@ -148,7 +148,7 @@ def main() -> None:
     right = [is_right(picture, each.scene) for picture, each in zip(plain, wanted, strict=True)]
     print(f"without a cache {sum(right)} of {len(right)} are right")
     for cache in caches(pipe):
-        if cache.brief in known:
+        if cache.brief in known or (sys.argv[1:] and cache.strategy not in sys.argv[1:]):
             continue
         found = row(pipe, cache, wanted, plain)
         found["lost"] = sum(was and now == "0" for was, now in zip(right, found["right"], strict=True))
