@@ -36,6 +36,7 @@ from demo_training.scores import GUIDANCE, STEPS, drawings
 ROOT = Path(__file__).parents[1]
 SCORE = ROOT / "bench" / "results" / "demo-score.json"
 RESULTS = ROOT / "bench" / "results" / "step-caches-demo.jsonl"
+PICTURE = ROOT / "docs" / "images" / "step-caches-demo.png"
 PROMPTS, BATCH = 300, 15  # as tools/score_demo.py draws them
 SETTINGS = [  # but those of magcache, whose magnitudes are measured
     *(f"static,interval={n}" for n in (2, 3, 4, 6)),
@@ -155,6 +156,39 @@ def main() -> None:
         with RESULTS.open("a") as file:
             file.write(json.dumps(found) + "\n")
         print({name: value for name, value in found.items() if name != "right"}, flush=True)
+    draw_chart([json.loads(line) for line in RESULTS.read_text().splitlines()], sum(right))
+
+
+def draw_chart(rows: Sequence[dict[str, Any]], right: int) -> None:
+    """Pictures that are not right any more, and mean PSNR, by the share of multiplications not done."""
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 8), sharex=True, layout="constrained")
+    strategies = dict.fromkeys(each["settings"].partition(",")[0] for each in rows)
+    markers = "osD^vP*Xdhp<>"
+    for number, strategy in enumerate(strategies):
+        some = sorted(
+            (each for each in rows if each["settings"].split(",")[0] == strategy), key=lambda each: each["left_out"]
+        )
+        style = {
+            "marker": markers[number % len(markers)],
+            "color": f"C{number % 10}",
+            "markersize": 5,
+            "linewidth": 1.2,
+        }
+        shares = [100 * each["left_out"] for each in some]
+        above.plot(shares, [each["lost"] for each in some], label=strategy, **style)
+        seen = [(share, each["psnr"]) for share, each in zip(shares, some, strict=True) if each["psnr"] is not None]
+        below.plot(*zip(*seen, strict=True), **style)
+    above.set_ylabel(f"of {right} right pictures, not right with the cache")
+    below.set_ylabel("mean PSNR to the pictures without (dB)")
+    below.set_xlabel("multiplications of the denoiser not done, over all 20 steps (%)")
+    for axes in (above, below):
+        axes.axvline(100 / 3, color="0.75", linewidth=1, linestyle="--", zorder=0)
+        axes.grid(color="0.92")
+        axes.spines[["top", "right"]].set_visible(False)
+    above.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
+    figure.savefig(PICTURE, dpi=130)
 
 
 if __name__ == "__main__":
