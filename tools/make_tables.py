@@ -493,6 +493,47 @@ def step_caches() -> str:
     return table(head, rows)
 
 
+def step_caches_kept() -> str:
+    """Bytes that a step cache keeps, by strategy and model: predicted, and whether that was measured."""
+    rows = [row for row in read("step-caches-simulated")["rows"].values() if "strategy" in row]
+    by_strategy: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_strategy.setdefault(row["strategy"], {})[row["model"]] = row
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    cells = [(f"`{name}`", *(_kept(by.get(model)) for model in models)) for name, by in by_strategy.items()]
+    same = sum(row["predicted"] == row["measured"] for row in rows)
+    said = f"Bytes kept, predicted before the call. In {same} of {len(rows)} cells the same was measured, to the byte."
+    return f"{table(('', *models), cells)}\n\n{said}"
+
+
+def _kept(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return NONE
+    here, there = row["predicted"], row["measured"]
+    return format_bytes(here) if here == there else f"{here} (measured: {there})"
+
+
+def step_caches_streaming() -> str:
+    """Steps that skip, within a budget: time against the plan's forecast, and bytes of each skipped call."""
+    rows = []
+    for row in (row for row in read("step-caches-simulated")["rows"].values() if "card" in row):
+        here, there = row["predicted_seconds"], row["seconds"]
+        found = sorted(set(row["in_skipped"]))
+        same = found == [row["expected_in_skipped"]]
+        bytes_in = ", ".join(map(format_bytes, found)) or NONE
+        rows.append(
+            (
+                f"{row['model']}, {row['card']}", row["cache"].removeprefix("step cache ") or NONE,
+                f"{len(row['skipped'])} of {row['steps']}", format_seconds(there), f"{here / there - 1:+.1%}",
+                format_bytes(max(row["in_others"])), bytes_in if same or not found else f"**{bytes_in}**",
+                format_bytes(row["loaded_in_vain"]),
+            )
+        )  # fmt: skip
+    head = ("", "step cache", "steps skipped", "denoising", "predicted", "loaded for a call", "for a call that skips",
+            "loaded in vain")  # fmt: skip
+    return table(head, rows)
+
+
 def _mapped(side: dict[str, Any]) -> str:
     """What came of a call with a device map."""
     if "refused" in side:
@@ -517,6 +558,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "published": published,
     "ranks": ranks,
     "step_caches": step_caches,
+    "step_caches_kept": step_caches_kept,
+    "step_caches_streaming": step_caches_streaming,
     "streaming": streaming,
     "budgets": budgets,
     "rivals": rivals,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,3 +124,46 @@ def test_another_order_than_was_guessed_is_slower_once() -> None:
     first, later = [guessed.work(work) for _ in range(3)], [known.work(work) for _ in range(3)]
     assert first[0] > later[0]
     assert first[2] == pytest.approx(later[2])
+
+
+CALLS = st.lists(st.booleans(), min_size=2, max_size=8)  # whether each call leaves out the middle
+
+
+@settings(deadline=None)
+@given(SIZES, st.lists(st.floats(0, 0.02), min_size=8, max_size=8), CALLS, st.floats(0, 1))
+def test_what_the_next_call_leaves_out_is_not_loaded_for_it(
+    sizes: list[int], times: list[float], skips: list[bool], ahead: float
+) -> None:
+    """Each call loads what it uses, once, and nothing else, whatever comes after it."""
+    groups = {f"layer.{i}": size for i, size in enumerate(sizes)}
+    middle = frozenset(list(groups)[1:-1])
+    largest = max(-(-size // 4096) * 4096 for size in sizes)
+    run = flow(groups, set(), int(largest + ahead * sum(sizes)))
+    loaded: list[str] = []
+    send = run._send
+    run._send = lambda group, *where: (loaded.append(group), send(group, *where))[1]  # type: ignore[assignment,func-returns-value]
+    used: list[str] = []
+    spent = dict(zip(groups, times, strict=False))
+    for skipped, then in itertools.pairwise([False, *skips, False]):
+        own = {group: spent[group] for group in groups if not skipped or group not in middle}
+        run.work(segments(own), left_out=middle if skipped else (), then=middle if then else ())
+        used += own
+    ahead_of_all = loaded[len(used) :]
+    kept = len(used) - len(loaded)  # what is all in the ring is not loaded anew
+    assert loaded[: len(used)] == used or kept > 0 or len(groups) == 1
+    assert ahead_of_all == list(groups)[: len(ahead_of_all)]
+
+
+def test_a_skip_that_is_known_beforehand_takes_no_longer_than_one_that_is_not() -> None:
+    groups = {f"layer.{i}": 10**7 for i in range(8)}
+    middle = frozenset(list(groups)[1:-1])
+    seconds = []
+    for foretold in (frozenset[str](), middle):
+        run = flow(groups, set(), 3 * 10**7 + 3 * 4096)
+        whole = segments(dict.fromkeys(groups, 0.001))
+        run.work(whole)
+        run.work(whole, then=foretold)
+        run.work([whole[0], whole[-1]], left_out=middle)
+        run.work(whole)
+        seconds.append(run.now)
+    assert seconds[1] <= seconds[0] - 0.01  # layers 1 and 2, at least, were on their way

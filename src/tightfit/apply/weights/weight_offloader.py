@@ -178,10 +178,7 @@ class WeightOffloader:
         self._unused, self._early = unused, early
 
     def leave_out(self, name: str, modules: Iterable[nn.Module], then: Iterable[nn.Module] = ()) -> int:
-        """Load nothing in `modules` for the rest of this call of `name`, and nothing in `then` for the next one.
-
-        Return the bytes that were loaded in vain.
-        """
+        """Load nothing in `modules` any more in this call of `name`, nor `then` in the next; return bytes in vain."""
         return self._streamers[name].without(modules, then) if name in self._streamers else 0
 
     def begin(self, steps: int | None) -> None:

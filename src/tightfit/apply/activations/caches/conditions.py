@@ -11,8 +11,8 @@ import copy
 import torch
 
 from tightfit.apply.activations.caches.step_counter import DenoiserCall
-from tightfit.errors import RunError
 from tightfit.schema.step_cache import StepCache
+from tightfit.simulator.operations import NAME
 from tightfit.simulator.storage import store_of
 
 __all__ = ["SkipCondition", "mean_change", "mean_size", "relative_change"]
@@ -129,11 +129,10 @@ def mean_change(new: torch.Tensor, old: torch.Tensor) -> float | None:
 
 
 def _number(tensor: torch.Tensor) -> float | None:
-    try:
-        return float(tensor.item())
-    except RunError:  # a simulated card's, whose host waits all the same
-        store_of(tensor).card.block_host()
+    if tensor.device.type == NAME and (store := store_of(tensor)).values is None and store.fill is None:
+        store.card.block_host()  # a simulated card's host waits all the same; an error would keep what is compared
         return None
+    return float(tensor.item())
 
 
 def mean_size(tensor: torch.Tensor) -> float:

@@ -126,7 +126,7 @@ class NetworkCache(BranchCache):
             if self._value.known:
                 self._before.keep([each.clone() for each in self._value.predicted(self.call.step)], self.call.step)
             if isinstance(timestep := _timestep(given), torch.Tensor):
-                self._times = [timestep, *self._times][:2]
+                self._times = [timestep.detach().clone(), *self._times][:2]  # it may be a view of all
             else:
                 self.failed = "it is given no timestep"
         if self.settings.kind.decides == "output rate" and latents is not None:
