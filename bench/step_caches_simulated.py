@@ -51,10 +51,12 @@ STEPS = 8
 SKIPPED = [2, 4, 5]
 CARD = "rtx4090"
 KEPT_MODELS = ("sdxl", "flux.1-dev", "cogvideox-5b", "wan-2.1-14b", "hunyuanvideo")
-FOR_TRANSFORMERS = ("teacache", "blockdance")
+FOR_TRANSFORMERS = ("teacache", "sea-cache", "blockdance")
 SETTINGS: dict[str, dict[str, Any]] = {
     "magcache": {"magnitudes": [1.0] * STEPS},
     "taylorseer": {"warm_up": 1},
+    "taylorseer-lite": {"warm_up": 1},
+    "faster-cache": {"warm_up": 1},
     "blockdance": {"warm_up": 1},
     "dual-block": {"warm_up": 1},
 }
