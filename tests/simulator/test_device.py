@@ -116,6 +116,21 @@ def test_an_item_needs_a_number(make_cards: MakeCards) -> None:
         large.cpu()
 
 
+@pytest.mark.parametrize("values", ["shapes", "real"])
+def test_equal_needs_numbers(make_cards: MakeCards, values: Any) -> None:
+    make_cards(values=values)
+    one = torch.arange(10, device="privateuseone")
+    assert torch.equal(one, one.clone())
+    assert not torch.equal(one, one + 1)
+    assert not torch.equal(one, one[:5])
+    large = torch.randn(2**20, device="privateuseone")
+    if values == "shapes":
+        with pytest.raises(RunError, match=r"item\(\) needs the numbers"):
+            torch.equal(large, large.clone())
+    else:
+        assert torch.equal(large, large.clone())
+
+
 def test_masks_select_as_many_as_they_say(make_cards: MakeCards) -> None:
     make_cards(values="shapes")
     large = torch.empty(4, 64, 1024, device="privateuseone")
