@@ -19,7 +19,7 @@ from tightfit.measure.picture_difference import psnr
 from tightfit.plan.default_rates import ANY_CARD, computer_with
 from tightfit.run.cache_candidates import candidates_for
 from tightfit.run.cache_choice import plan_with_cache
-from tightfit.run.calibrated_caches import PipelineIdentity
+from tightfit.run.calibrated_caches import PipelineIdentity, keep_calibration, with_calibrations
 from tightfit.run.calibration import CalibrationStore, PlanningInputs
 from tightfit.run.call_arguments import request_of_example
 from tightfit.run.footprints import Measurer
@@ -157,6 +157,25 @@ def test_a_calibration_is_of_weights(tmp_path: Path) -> None:
     assert PipelineIdentity(meta_copy(pipe), folder).weights == weights
     other.unet.to("meta")
     assert not calibration.is_of(PipelineIdentity(other).weights)  # there are none
+
+
+def test_calibrations_of_other_strategies_are_added(empty_cache: Path) -> None:
+    pipe = pipeline()
+    identity, limits = PipelineIdentity(pipe), Limits(None, ("step-cache",))
+    common = {"least_psnr": 40.0, "mean_psnr": 41.0, "skipped_steps": (2,), "mean_skipped": 1, "device_bytes": 1}
+    trials = [
+        CacheTrial(cache=StepCache.of(cache), seconds_share=share, **common)
+        for cache, share in (("static,interval=2", 0.6), ("meancache,interval=2", 0.5), ("static,interval=3", 0.4))
+    ]
+    for trial, calls, steps in zip(trials, (3, 2, 4), (8, 8, 8), strict=True):
+        keep_calibration(
+            identity, CacheCalibration(weights=identity.weights, calls=calls, steps=steps, trials=(trial,))
+        )
+    keep_calibration(identity, CacheCalibration(weights=identity.weights, calls=1, steps=20, trials=()))
+    latest, found = with_calibrations(limits, pipe).calibrations
+    assert latest.steps == 20
+    assert {each.cache.brief for each in found.trials} == {"static,interval=3", "meancache,interval=2"}
+    assert found.calls == 2
 
 
 # choosing

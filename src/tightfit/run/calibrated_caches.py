@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -86,8 +87,11 @@ def with_calibrations(limits: Limits, subject: Any) -> Limits:
 
 
 def keep_calibration(identity: PipelineIdentity, found: CacheCalibration) -> None:
-    """Write `found`, in place of an earlier one of as many steps. Raises OSError."""
-    others = [each for each in _read_all(identity) if not (each.is_of(found.weights) and each.steps == found.steps)]
+    """Write `found`, with an earlier one's trials of other strategies in as many steps. Raises OSError."""
+    known = _read_all(identity)
+    earlier = [each for each in known if each.is_of(found.weights) and each.steps == found.steps]
+    whole = functools.reduce(CacheCalibration.merged_with, earlier, found)
     identity.file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(identity.file) as partial:
-        partial.write_text(json.dumps([each.to_mapping() for each in [*others, found][-KEPT:]]))
+        others = [each for each in known if each not in earlier]
+        partial.write_text(json.dumps([each.to_mapping() for each in [*others, whole][-KEPT:]]))

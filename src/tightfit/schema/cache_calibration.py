@@ -48,6 +48,13 @@ class CacheCalibration(Record):
         pairs = zip(self.weights, weights, strict=True) if len(self.weights) == len(weights) else [(0.0, 1.0)]
         return all(abs(one - other) <= 0.02 * abs(one) + 1e-6 for one, other in pairs)
 
+    def merged_with(self, earlier: CacheCalibration) -> CacheCalibration:
+        """Return it with the trials of `earlier`, of the same pipeline and steps, of strategies that it has not."""
+        own = {each.cache.strategy for each in self.trials}
+        more = tuple(each for each in earlier.trials if each.cache.strategy not in own)
+        calls = min(self.calls, earlier.calls) if more else self.calls
+        return self.model_copy(update={"trials": (*self.trials, *more), "calls": calls})
+
     def is_for(self, steps: int) -> bool:
         """Whether calls of `steps` denoising steps are enough like its own."""
         return abs(steps - self.steps) <= FAR * self.steps
