@@ -18,19 +18,19 @@ class StepChanges:
         self.compared: dict[int, float] = {}  # by step: of what the strategy compares, since the step before
         self.reused: dict[int, float] = {}  # of what it reuses
         self.magnitudes: dict[int, float] = {}  # by step: size of what it reuses over that in the step before
-        self._before: list[torch.Tensor] = []
+        self._before: torch.Tensor | None = None
 
     def note_compared(self, step: int, change: float | None) -> None:
         if change is not None:
             self.compared[step] = change
 
     def note_reused(self, step: int, value: Sequence[torch.Tensor]) -> None:
-        """Note what would be reused after `step`."""
-        before, self._before = self._before, [each.clone() for each in value]
-        if len(before) != len(value) or not value:
+        """Note what would be reused after `step`: of its largest tensor, which is compared in host memory."""
+        before = self._before
+        now = self._before = max((each.detach() for each in value), key=torch.numel).cpu().clone() if value else None
+        if now is None or before is None or now.shape != before.shape:
             return
-        largest = max(range(len(value)), key=lambda index: value[index].numel())
-        change = relative_change(value[largest], before[largest])
-        sizes = [float(each[largest].float().norm(dim=-1).mean()) for each in (value, before)]
+        change = relative_change(now, before)
+        sizes = [float(each.float().norm(dim=-1).mean()) for each in (now, before)]
         if change is not None and sizes[1]:
             self.reused[step], self.magnitudes[step] = change, sizes[0] / sizes[1]
