@@ -194,8 +194,8 @@ def test_a_video_has_the_mean_over_its_frames_and_shows_three(tmp_path: Path, mo
         (("--level", 0), "with level=0, nothing changes the pictures: add"),
         (("--budget", "1GB"), "with a budget of 954 MiB, nothing changes the pictures: add"),
         (
-            ("--budget", "1GB", "--allow", "fp8"),
-            "a budget of 954 MiB, allow=fp8, the plan is lossless, with nothing to",
+            ("--budget", "8GB", "--allow", "fp8"),
+            "a budget of 7.45 GiB, allow=fp8, the plan is lossless, with nothing to",
         ),
         (("--cache", "first-blok"), "unknown step cache 'first-blok': did you mean 'first-block'?"),
         (("--allow", "fp9"), "unknown technique 'fp9': did you mean 'fp8'?"),

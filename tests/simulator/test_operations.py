@@ -155,7 +155,7 @@ NEEDS_NUMBERS: dict[str, tuple[Operation, str]] = {
     "a mask as index": (lambda x: x[x > 0], r"indexing with a mask needs the numbers.*on the CPU"),
     "bool": (lambda x: bool((x > 0).all()), r"item\(\) needs the numbers of a tensor of shape \(\).*values='real'"),
     "tolist": (lambda x: x.tolist(), r"a copy to the host needs the numbers of a tensor of shape \(1048576,\)"),
-    "equal": (lambda x: torch.equal(x, x), r"cannot do aten\.equal\.default on shapes alone"),
+    "equal": (lambda x: torch.equal(x, x), r"item\(\) needs the numbers of a tensor"),
     "cummax": (lambda x: x.cummax(0), r"cannot do aten\._cummax_helper\.default on shapes alone"),
 }
 

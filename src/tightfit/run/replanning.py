@@ -123,17 +123,18 @@ class Replanner:
         log = self._logs.pop(shape, None)
         known = self._inputs_by_shape.get(shape)
         call = log or self._call(given) or (known and known.call)
-        logged = isinstance(call, CallLog)
+        unsure = set[bool]()  # whether footprints are from logs of calls
 
         def inputs_with(cache: StepCache | None) -> PlanningInputs:
-            if known is not None and known.step_cache == cache:
-                return self._with_missing_parts(request, known)
-            return self._planning_inputs(request, call, cache)
+            same = known if known is not None and known.step_cache == cache else None
+            found = self._with_missing_parts(request, same) if same else self._planning_inputs(request, call, cache)
+            unsure.add(found.footprint.from_call_log)
+            return found
 
         try:
             plan, planning_inputs = plan_with_cache(self._limits, inputs_with)
         except BudgetTooSmall as error:
-            if not logged:
+            if unsure != {True}:
                 raise
             return self._level_3(request, error)
         except (CacheError, RequestError) as error:
