@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tightfit
-from apply.test_step_caches import BY_NAME, EVERY, FAMILIES, STEPS, denoiser, draw, make, strategies_of
+from apply.test_step_caches import BY_NAME, FAMILIES, STEPS, denoiser, make, strategies_of
 from apply.test_step_caches import settings as fields_of
 from simulator.conftest import ACCELERATOR
 from tightfit.apply.weights.streamer import Streamer
 from tightfit.errors import BudgetTooSmall
-from tightfit.measure.meter import TensorMeter
 from tightfit.report.prediction import describe, to_mapping
 from tightfit.run.argument_values import Given
 from tightfit.run.call_arguments import request_of_example
@@ -150,41 +149,6 @@ def test_a_plan_says_what_is_kept(family: str, strategy: str) -> None:
     assert kept.described in describe(prediction)
     (mapped,) = json.loads(json.dumps(to_mapping(prediction)))["caches"]
     assert mapped["device_bytes"] == kept.device_bytes > 0
-
-
-def held_at_calls(pipe: Any, case: TinyCase) -> list[int]:
-    """Bytes of the tensors that were made in the pipeline's call and are alive, whenever the denoiser is called."""
-    found, now = list[int](), [0]
-
-    def change(difference: int) -> None:
-        now[0] += difference
-
-    network = getattr(pipe, denoiser(pipe))
-    hook = network.register_forward_pre_hook(lambda *_: found.append(now[0]))
-    with torch.no_grad(), TensorMeter(change):
-        draw(pipe, case)
-    hook.remove()
-    return found
-
-
-@pytest.mark.parametrize(("family", "strategy"), EVERY)
-def test_what_is_kept_on_the_cpu_is_what_was_predicted(family: str, strategy: str) -> None:
-    """By what tensors there are at each call, more than without a cache, and a footprint from shapes alone."""
-    case = BY_NAME[family]
-    lossless = STRATEGIES[strategy].lossless
-    fields = fields_of(strategy) if lossless else fields_of(strategy, skipped_steps=SKIPS)
-    (predicted,) = footprint_of(case, StepCache.of(fields)).kept
-    pipe = make(case)
-    name = denoiser(pipe)
-    tightfit.fit(pipe, plan={"device": "cpu", "components": {name: {}}})
-    without = held_at_calls(pipe, case)
-    fitted = tightfit.fit(pipe, plan={"device": "cpu", "components": {name: {"cache": fields}}})
-    with_cache = held_at_calls(pipe, case)
-    assert max(have - had for have, had in zip(with_cache, without, strict=True)) == predicted.device_bytes
-    fitted.undo()
-
-
-# what streams
 
 
 @pytest.mark.parametrize("strategy", ["static", "first-block", "taylorseer", "magcache", "easycache"])
