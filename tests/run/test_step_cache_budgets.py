@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
 import tightfit
-from apply.test_step_caches import BY_NAME, FAMILIES, STEPS, denoiser, make, strategies_of
+from apply.test_step_caches import BY_NAME, EVERY, FAMILIES, STEPS, denoiser, draw, make, strategies_of
 from apply.test_step_caches import settings as fields_of
 from simulator.conftest import ACCELERATOR
 from tightfit.apply.weights.streamer import Streamer
@@ -36,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("shared_footprints")
 MIB = 2**20
 SKIPS = (2, 4, 5)
 LITTLE = 92 * MIB  # weights stream
+KINDS = (torch.Tensor, torch.nn.Parameter)
 
 
 def asked(case: TinyCase) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def never_over_budget(named: tuple[str, StepCache], mib: int) -> None:
     assert not [note for note in trace.notes if "memory" in note]
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(named_caches(), st.integers(70, 130))
 def test_a_budget_is_never_exceeded(named: tuple[str, StepCache], mib: int) -> None:
     never_over_budget(named, mib)
@@ -149,6 +152,49 @@ def test_a_plan_says_what_is_kept(family: str, strategy: str) -> None:
     assert kept.described in describe(prediction)
     (mapped,) = json.loads(json.dumps(to_mapping(prediction)))["caches"]
     assert mapped["device_bytes"] == kept.device_bytes > 0
+
+
+def held_bytes() -> int:
+    """Bytes of all tensors on the CPU that Python knows, each memory once."""
+    gc.collect()
+    storages = (
+        each.untyped_storage() for each in gc.get_objects() if type(each) in KINDS and each.device.type == "cpu"
+    )
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def held_at_calls(pipe: Any, case: TinyCase) -> list[int]:
+    """Bytes that are held whenever the denoiser is called, more than at its first call, when nothing is kept."""
+    found: list[int] = []
+    hook = getattr(pipe, denoiser(pipe)).register_forward_pre_hook(lambda *_: found.append(held_bytes()))
+    draw(pipe, case)
+    hook.remove()
+    return [held - found[0] for held in found]
+
+
+@pytest.mark.parametrize(("family", "strategy"), EVERY)
+def test_what_is_kept_on_the_cpu_is_what_was_predicted(family: str, strategy: str) -> None:
+    """By what tensors there are at each call, more than without a cache, and a footprint from shapes alone."""
+    case = BY_NAME[family]
+    lossless = STRATEGIES[strategy].lossless
+    fields = fields_of(strategy) if lossless else fields_of(strategy, skipped_steps=SKIPS)
+    (predicted,) = footprint_of(case, StepCache.of(fields)).kept
+    pipe = make(case)
+    name = denoiser(pipe)
+    tightfit.fit(pipe, plan={"device": "cpu", "components": {name: {}}})
+    draw(pipe, case)  # what pipelines keep from their first call on
+    without = held_at_calls(pipe, case)
+    fitted = tightfit.fit(pipe, plan={"device": "cpu", "components": {name: {"cache": fields}}})
+    prediction: list[int] = []
+    getattr(pipe, name).register_forward_hook(lambda *given: prediction.append(tree_leaves(given[-1])[0].nbytes))
+    with_cache = held_at_calls(pipe, case)
+    measured = max(have - had for have, had in zip(with_cache, without, strict=True))
+    both_have = strategy == "faster-cache" and len(without) > STEPS  # the first of two predictions
+    assert measured == predicted.device_bytes - both_have * prediction[-1]
+    fitted.undo()
+
+
+# what streams
 
 
 @pytest.mark.parametrize("strategy", ["static", "first-block", "taylorseer", "magcache", "easycache"])

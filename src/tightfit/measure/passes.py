@@ -160,7 +160,8 @@ class OpenPhase:
         if kind not in self._kinds or _highest(segments) > _highest(self._kinds[kind]):
             self._kinds[kind] = segments
             self._backward_from[kind] = backward
-            self._left_out_from[kind] = done.left_out_from
+            known = self._left_out_from.get(kind)  # a repetition does not say it
+            self._left_out_from[kind] = known if done.left_out_from is None else done.left_out_from
         self._order.append(kind)
         self.peak = max(self.peak, _highest(segments))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from tightfit.apply.activations.caches.conditions import SkipCondition
@@ -15,7 +16,7 @@ from tightfit.apply.activations.caches.step_counter import DenoiserCall
 from tightfit.devices.pinned_pool import ActivationHostPool
 from tightfit.schema.step_cache import StepCache
 
-__all__ = ["BranchCache", "LeaveOut", "Work"]
+__all__ = ["BranchCache", "LeaveOut", "Work", "kept_bytes"]
 
 Work = Callable[..., Any]  # a module's call, without the module
 LeaveOut = Callable[[Iterable[nn.Module]], None]  # is told which modules the call in progress will not run
@@ -134,10 +135,30 @@ class BranchCache(ABC):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that are kept on the device between calls."""
+        """Bytes that are kept on the device between calls, without `shared`."""
         return self.condition.device_bytes + sum(kept.device_bytes for kept in self.kept)
+
+    @property
+    def shared(self) -> Iterator[torch.Tensor]:
+        """Tensors that are kept as the network was given them: other branches may keep the same ones."""
+        return iter(())
 
     @property
     def host_bytes(self) -> int:
         """Bytes that are kept in host memory."""
         return sum(kept.host_bytes for kept in self.kept)
+
+
+def kept_bytes(branches: Collection[BranchCache], given: Iterable[Any]) -> tuple[int, int]:
+    """Return the bytes that `branches` keep on the device, beside what a call is `given` as it begins, and on the host.
+
+    Memory that several of them keep counts once.
+    """
+    known = {_memory(each) for each in given if isinstance(each, torch.Tensor)}
+    shared = {_memory(each): each.untyped_storage().nbytes() for one in branches for each in one.shared}
+    device = sum(one.device_bytes for one in branches) + sum(shared[key] for key in shared.keys() - known)
+    return device, sum(one.host_bytes for one in branches)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

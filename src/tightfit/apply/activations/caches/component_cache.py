@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tightfit.apply.activations.caches.branch_cache import BranchCache
+from tightfit.apply.activations.caches.branch_cache import BranchCache, kept_bytes
 from tightfit.apply.activations.caches.denoising_pipeline import DenoisingPipeline
 from tightfit.apply.activations.caches.filtered_input import FilteredInput, NotFilteredError
 from tightfit.apply.activations.caches.guidance import ConditionalPrediction
@@ -255,6 +255,8 @@ class ComponentCache:
         self, branch: BranchCache, place: DenoiserCall, work: Callable[..., Any], network: nn.Module,
         args: tuple[Any, ...], kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
+        sizes = kept_bytes(self._branches.values(), tree_leaves((args, kwargs)))
+        self._peaks = [max(pair) for pair in zip(self._peaks, sizes, strict=True)]
         self._now = branch
         try:
             branch.begin(place, branch.foreseen(place))
@@ -280,14 +282,11 @@ class ComponentCache:
         return output
 
     def _note_call(self, branch: BranchCache, place: DenoiserCall) -> None:
-        """Note what is kept now, and forget it after the last step: what follows needs the memory."""
+        """Note whether a call skipped, and forget what is kept after the last step: what follows needs the memory."""
         if branch.skipped_last and not self._settings.lossless:
             self._skipped.add(place.step)
             for what in self._settings.lossy(self._name):
                 self._recorder.lossy(what)
-        kept = self._branches.values()
-        sizes = sum(each.device_bytes for each in kept), sum(each.host_bytes for each in kept)
-        self._peaks = [max(pair) for pair in zip(self._peaks, sizes, strict=True)]
         if place.steps is not None and place.step >= place.steps - 1:
             self._forget([key for key, kept in self._branches.items() if kept is branch])
 

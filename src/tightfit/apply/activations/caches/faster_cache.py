@@ -232,6 +232,7 @@ class FasterCache(AttentionCache):
             self._ran_both = self.call.step
         if self._role == "unconditional":
             self._conditional.clear()
+        self._half = None  # it has what the network was given
         super().end()
 
     def outlook(self, call: DenoiserCall) -> str:

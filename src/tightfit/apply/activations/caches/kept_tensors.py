@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -73,7 +74,7 @@ class KeptTensors:
 
     def keep(self, value: Sequence[torch.Tensor], step: int) -> None:
         """Keep `value`, computed in `step`, with its differences to the values before."""
-        factors = [list(value)]
+        factors = [_without_rest(value) if self._host_pool is None else list(value)]
         if self._step is not None and step > self._step:
             for before in self._factors[: self._order]:
                 passed = step - self._step if self._per_step else 1
@@ -107,6 +108,17 @@ class KeptTensors:
         for each in self._all:
             each.release()
         return result
+
+
+def _without_rest(value: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `value`, with copies of tensors that are views of memory which is not all part of `value`."""
+    used = Counter[int]()
+    for each in value:
+        used[each.untyped_storage()._cdata] += each.nbytes
+    return [
+        each if used[each.untyped_storage()._cdata] >= each.untyped_storage().nbytes() else each.clone()
+        for each in value
+    ]
 
 
 class _Waiting:

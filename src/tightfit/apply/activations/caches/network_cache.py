@@ -61,10 +61,8 @@ class NetworkCache(BranchCache):
         return self.settings.kind.predicts == "linear in time"
 
     @property
-    def device_bytes(self) -> int:
-        others = {id(each): each for each in (self._inputs, *(self._latest or ()), *self._times) if each is not None}
-        sizes: list[int] = [each.nbytes for each in others.values()]
-        return super().device_bytes + sum(sizes)
+    def shared(self) -> Iterator[torch.Tensor]:
+        return (each for each in (self._inputs, *(self._latest or ()), *self._times) if each is not None)
 
     def module(self, module: nn.Module, work: Work, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return work(*args, **kwargs)  # there is none

@@ -99,7 +99,8 @@ class StepCounter:
                 (weakref.ref(each), _version(each)) for each in _tensors(next(iter(given.values()), None))
             )
             timestep = given.get("timestep", given.get("timesteps"))
-            self._timestep = timestep if isinstance(timestep, torch.Tensor) else None
+            compares = self.context is None and isinstance(timestep, torch.Tensor)
+            self._timestep = timestep if compares else None
         self._branches.add(branch)
         return DenoiserCall(self._step, self._steps(), branch)
 
