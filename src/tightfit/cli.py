@@ -57,6 +57,7 @@ from tightfit.terminal import errors_as_lines, log_to_stderr, quiet_transformers
 
 if TYPE_CHECKING:
     from tightfit.run.job import Job
+    from tightfit.schema.results import Prediction
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -171,7 +172,7 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     with errors_as_lines(as_json):
-        from tightfit.report.prediction import as_report, describe, to_mapping
+        from tightfit.report.prediction import describe, to_mapping
         from tightfit.run.files import check_timeline
         from tightfit.run.predict import forecast
 
@@ -194,10 +195,7 @@ def predict(
             )
         typer.echo(describe(prediction, verbose=verbose))
         if timeline is not None:
-            from tightfit.report.timeline import draw_timeline
-
-            draw_timeline(as_report(prediction), timeline, f"{prediction.model} on {prediction.card}, predicted")
-            typer.echo(f"wrote {timeline}")
+            _draw_predicted(prediction, timeline)
         if as_json:
             typer.echo(json.dumps(to_mapping(prediction)))
     if not prediction.fits:
@@ -254,6 +252,14 @@ app.command(cls=RunCommand, help=BATCH_EXAMPLES)(batch)
 app.command(help=EXPORT_EXAMPLES)(export)
 app.command(help=CALIBRATE_EXAMPLES)(calibrate)
 app.command(help=SHARD_EXAMPLES)(shard)
+
+
+def _draw_predicted(prediction: Prediction, timeline: Path) -> None:
+    from tightfit.report.prediction import as_report
+    from tightfit.report.timeline import draw_timeline
+
+    draw_timeline(as_report(prediction), timeline, f"{prediction.model} on {prediction.card}, predicted")
+    typer.echo(f"wrote {timeline}")
 
 
 def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:

@@ -22,6 +22,7 @@ from tightfit.schema.footprint import ComponentCall, Footprint
 from tightfit.schema.machine import EXCHANGES, KernelGroup
 from tightfit.schema.plan import ContextAttention
 from tightfit.schema.request import Request
+from tightfit.schema.step_cache import StepCache
 from tiny_pipelines import CASES
 
 WIDER = 16
@@ -51,6 +52,15 @@ class Subject:
             run = SimulationRun(meta_copy(self.pipe), card, fields, REQUEST, parallel=parallel)
             run.run()
             return run.fitted.report().trace
+
+
+def test_footprints_of_ranks_and_of_step_caches_are_kept_apart() -> None:
+    subject = Subject("Flux")
+    parallel, cache = subject.rank(0, "ring"), StepCache(strategy="static")
+    alone, shared = Measurer(subject.pipe), Measurer(subject.pipe, parallel=parallel)
+    assert shared.with_cache(None).question(REQUEST) == shared.question(REQUEST) == alone.on(parallel).question(REQUEST)
+    questions = [each.question(REQUEST) for each in (alone, shared, alone.with_cache(cache), shared.with_cache(cache))]
+    assert all(questions.count(each) == 1 for each in questions)
 
 
 def least_plan(footprint: Footprint) -> Plan:

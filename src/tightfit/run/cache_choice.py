@@ -107,7 +107,7 @@ def _calibrated(limits: Limits, plain: PlannedCall, inputs_with: InputsWith) -> 
     """Return the fastest of `plain` and the plans with calibrated caches that keep the asked quality."""
     quality = QUALITY if limits.quality is None else limits.quality
     steps = _steps(plain.planning_inputs.footprint)
-    options, why_none = _options(limits.calibrations, quality, steps)
+    options, why_none = _options(limits.calibrations or (), quality, steps)
     best, option = plain, None
     for each in options[:TRIED]:
         try:

@@ -18,7 +18,7 @@ from tightfit.apply.activations.caches.step_changes import StepChanges
 from tightfit.apply.fitting import Fitted
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.devices.device import Device
-from tightfit.errors import BudgetTooSmall, CacheError, InputError, unknown_name
+from tightfit.errors import BudgetTooSmall, CacheError, InputError, RunError, unknown_name
 from tightfit.measure.modules import HANDLE
 from tightfit.measure.picture_difference import psnr
 from tightfit.progress import ProgressTracker, listening, showing
@@ -171,7 +171,7 @@ class _Trials:
                 return
 
     def made(self, cache: StepCache | None) -> _Made | None:
-        """Make all calls with `cache`; None if the pipeline does not take it, or it does not fit."""
+        """Make all calls with `cache`; None if the pipeline does not take it, it does not fit, or a call fails."""
         with listening(lambda share, left: None):  # planning has a progress of its own
             try:
                 fitted = fit(self._pipe, cache=cache, example=_example(self._calls[0]), **self._limits)
@@ -181,6 +181,10 @@ class _Trials:
                 return None
             try:
                 return self._under(fitted)
+            except RunError:  # e.g. other blocks in a skipped step
+                if cache is None:
+                    raise
+                return None
             finally:
                 fitted.undo()
 

@@ -74,9 +74,9 @@ def _read_all(identity: PipelineIdentity) -> list[CacheCalibration]:
 def with_calibrations(limits: Limits, subject: Any) -> Limits:
     """Return `limits` with the calibrations of `subject`, the latest first, if the planner may choose a step cache.
 
-    `subject` is a pipeline that follows no plan, or a folder.
+    `subject` is a pipeline that follows no plan, or a folder. What was looked up before stays.
     """
-    if not limits.may_choose_cache:
+    if not limits.may_choose_cache or limits.calibrations is not None:
         return limits
     if isinstance(subject, ModelFolder):
         identity = PipelineIdentity(build_folder(subject, torch.float32), subject)

@@ -105,25 +105,29 @@ class Measurer:
         """
         named = isinstance(subject, str | Path)
         self._model: Any = None
-        self._model, self._mark = resolve_model(str(subject)) if named else (meta_copy(subject), fingerprint(subject))
+        self._model, self._own = resolve_model(str(subject)) if named else (meta_copy(subject), fingerprint(subject))
         self._dtype, self._expandable = _checked(dtype), expandable
         if not named:
-            self._mark += _note_compiled(subject, self._model)
-        self._alone, self._parallel = self._mark, parallel
+            self._own += _note_compiled(subject, self._model)
+        self._parallel = parallel
         self._cache: StepCache | None = None  # of the denoisers
-        if parallel is not None and self._mark:
-            self._mark += f" {parallel.mark}"
+
+    @property
+    def _mark(self) -> str:
+        """What the pipeline, its ranks and its step cache are known by in the cache of footprints."""
+        mark = marked(self._own, self._cache)
+        return f"{mark} {self._parallel.mark}" if mark and self._parallel is not None else mark
 
     def on(self, parallel: ContextParallel) -> Measurer:
         """Return one of the same pipeline that measures what a rank of `parallel` does."""
         other = copy.copy(self)
-        other._parallel, other._mark = parallel, self._alone and f"{self._alone} {parallel.mark}"
+        other._parallel = parallel
         return other
 
     def with_cache(self, cache: StepCache | None) -> Measurer:
         """Return one of the same pipeline, whose denoisers have that step cache, or none."""
         other = copy.copy(self)
-        other._cache, other._mark = cache, marked(self._alone, cache)
+        other._cache = cache
         return other
 
     def measure(

@@ -28,7 +28,7 @@ class Limits(NamedTuple):
     device_map: DeviceMap | None = None  # what a user fixed; None: nothing
     cache: StepCache | None = None  # of denoisers, as users name it; None: nothing is named
     quality: float | None = None  # dB that a step cache keeps which the planner chooses; None: QUALITY
-    calibrations: tuple[CacheCalibration, ...] = ()  # of step caches on this pipeline, which the planner may choose
+    calibrations: tuple[CacheCalibration, ...] | None = None  # of step caches on this pipeline; None: not looked up yet
 
     @property
     def may_choose_cache(self) -> bool:

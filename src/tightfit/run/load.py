@@ -17,7 +17,6 @@ from tightfit.checkpoint.headers import names_in
 from tightfit.checkpoint.lazy_loading import LeftInFiles, build_lazily, networks_in
 from tightfit.devices.device import Device
 from tightfit.errors import InputError, PlanError, unknown_name
-from tightfit.run.calibrated_caches import with_calibrations
 from tightfit.run.call_arguments import request_of_example
 from tightfit.run.context_parallel import parallelism_of, refuse_beside_ranks
 from tightfit.run.device_maps import DeviceMapLike, MaxMemory, refuse_beside_map, target_of_map
@@ -114,7 +113,19 @@ def load(
             )
         made = plan_within(path, request_to_plan(request, example), plan_target, dtype, example)
         return load_made(folder, dtype, plan_target, made, count_activations=count_activations)
-    left = _nothing_left if plan is None and parallel is None else None  # a level leaves nothing in files
+    return _load_under(
+        path, folder, dtype, choices, target, request=request, parallel=parallel, by_level=plan is None,
+        count_activations=count_activations,
+    )  # fmt: skip
+
+
+def _load_under(
+    path: Path, folder: ModelFolder | None, dtype: str, choices: dict[str, Any], target: Device, *,
+    request: Request | Mapping[str, Any] | None, parallel: str | Mapping[str, Any] | None, by_level: bool,
+    count_activations: bool,
+) -> Loaded:  # fmt: skip
+    """Load a pipeline or a network under a level or a plan, whose fields are `choices`."""
+    left = _nothing_left if by_level and parallel is None else None  # a level leaves nothing in files
     with build_lazily(path, folder, getattr(torch, dtype), left) as checkpoint:
         shared = parallelism_of(checkpoint.pipe, parallel, request)
         decided = decide(checkpoint.pipe, choices | (shared.ranks.choices if shared else {}), request, target)
@@ -139,8 +150,7 @@ def load_made(
     left = _left_by(made.plan, target)
     with build_lazily(folder.path, folder, getattr(torch, dtype), left) as checkpoint:
         file_weights = checkpoint.fill(left)
-    limits = with_calibrations(plan_target.limits, folder)
-    replans = Replanner(checkpoint.pipe, plan_target._replace(limits=limits), made)
+    replans = Replanner(checkpoint.pipe, plan_target._replace(limits=made.limits), made)
     fitted = Fitted(
         checkpoint.pipe,
         made.plan,

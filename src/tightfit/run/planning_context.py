@@ -32,6 +32,7 @@ from tightfit.run.calibrated_caches import with_calibrations
 from tightfit.run.calibration import PlanningInputs, forget, measured
 from tightfit.run.call_arguments import request_of_example
 from tightfit.run.footprints import Measurer
+from tightfit.run.limits import Limits
 from tightfit.run.plan_target import PlanTarget
 from tightfit.run.unmeasured import plan_unmeasured, with_reason
 from tightfit.schema.machine import Accelerator, Machine
@@ -208,6 +209,7 @@ class PlannedFolder(NamedTuple):
 
     plan: Plan
     planning_inputs: PlanningInputs | None
+    limits: Limits  # with calibrations of step caches, if the planner may choose one
 
 
 def plan_within(
@@ -231,7 +233,7 @@ def plan_within(
             return measured(measurer, call_request, given, limits, machine, cache)
 
         with showing("planning", {}):
-            return PlannedFolder(*plan_with_cache(limits, inputs_with))
+            return PlannedFolder(*plan_with_cache(limits, inputs_with), limits)
     except BudgetTooSmall:
         raise
     except InputError as error:
@@ -244,4 +246,5 @@ def plan_within(
 
 def _unmeasured(path: Path, request: Request, plan_target: PlanTarget, dtype: str, error: Exception) -> PlannedFolder:
     pipe = build_folder(check_folder(path), getattr(torch, dtype))
-    return PlannedFolder(with_reason(plan_unmeasured(pipe, plan_target), request, error), None)
+    unmeasured = with_reason(plan_unmeasured(pipe, plan_target), request, error)
+    return PlannedFolder(unmeasured, None, plan_target.limits)

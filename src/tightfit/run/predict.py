@@ -60,8 +60,7 @@ def forecast(
     Plan.from_mapping(fields)
     own = None if known else _own_machine(say)
     accelerator, *others = known or _own_devices(own, limits)
-    time_scales: dict[str, float] = {}
-    footprint = None  # the cached one
+    planned = None
     if limits is None and not choices and not accelerator.is_cpu:
         limits = Limits(None)  # all of the card's memory
     if limits is not None:
@@ -69,14 +68,12 @@ def forecast(
         limits = _among(called if others or not known else [card_called(card or "")], limits)
         with say("planning"):
             planned = _planned(which, mark, (accelerator, *others), request, limits, own)
-        fields, time_scales = planned.fields, planned.time_scales
-        if planned.from_cache or limits.may_choose_cache:
-            footprint = planned.footprint
+    fields, time_scales = (planned.fields, planned.time_scales) if planned else (fields, {})
     name = title or "the demo model"
     card = " and ".join(each.name for each in (accelerator, *others)) if others else card and card_called(card)
     if needs_store_rates(fields):
         with say("counting"):
-            measured = footprint or _measurer(which, accelerator).measure(request)
+            measured = planned.footprint if planned else _measurer(which, accelerator).measure(request)
             found = counted(measured, accelerator, fields, others=others, title=name, card=card, machine=own)
         return found.model_copy(update={"rates": _rates(accelerator, own, time_scales)})
 
@@ -91,9 +88,9 @@ def forecast(
     on = card if known else [each.to_mapping() | {"free": None} for each in (accelerator, *others)]
     question = {"model": mark, "title": title, "card": on, "choices": fields, "request": request.to_mapping()}
     question["paces"] = time_scales
-    if footprint is not None and not simulated and (known or limits is None or limits.may_choose_cache):
+    if planned and not simulated and (planned.measured_for_choice or (known and planned.from_cache)):
         found = lookup(Prediction, question) or counted(
-            footprint, accelerator, fields, others=others, title=name, card=card, note=KNOWN_NOTE
+            planned.footprint, accelerator, fields, others=others, title=name, card=card, note=KNOWN_NOTE
         )
     else:
         found = cached(Prediction, question, simulation)
@@ -168,6 +165,7 @@ class _Planned(NamedTuple):
     time_scales: dict[str, float]  # measured over predicted time of phases by name, if it is for this computer
     footprint: Footprint
     from_cache: bool  # whether the footprint was measured before
+    measured_for_choice: bool  # whether calibrated steps were skipped in it, where values decide
 
 
 def _planned(
@@ -209,7 +207,7 @@ def _planned(
     plan, inputs = plan_with_cache(named, inputs_with)
     fields = plan.model_dump(mode="json", exclude={"request"} if others else {"device", "request"})
     time_scales = {} if others else inputs.time_scales(plan)
-    return _Planned(fields, time_scales, inputs.footprint, inputs.step_cache in from_cache)
+    return _Planned(fields, time_scales, inputs.footprint, inputs.step_cache in from_cache, limits.may_choose_cache)
 
 
 def _for_each(accelerators: Sequence[Accelerator], budget: Budget | None) -> Budget:

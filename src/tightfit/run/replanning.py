@@ -77,7 +77,7 @@ class Replanner:
         self._unmeasured = plan_unmeasured(pipe, plan_target)  # for calls that cannot be measured
         self._measurer = self._measurer_of(pipe, plan_target)
         self._machine = None
-        self._limits = with_calibrations(self._limits, pipe)
+        self._limits = with_calibrations(plan_target.limits, pipe)
         self._inputs_by_shape = LatestUsed[CallShape, PlanningInputs]()
         self._plans = LatestUsed[CallShape, Plan]()
         self._logs: dict[CallShape, CallLog] = {}  # of finished calls that were not measured before
@@ -98,7 +98,7 @@ class Replanner:
 
     def renew(self, pipe: Any) -> Plan:
         """Measure `pipe`, which follows no plan, as it is now; return a plan until its next call is planned for."""
-        self._look_at(pipe, PlanTarget(self._limits, self._devices))
+        self._look_at(pipe, PlanTarget(self._limits._replace(calibrations=None), self._devices))
         return self.first_plan(pipe)
 
     def first_plan(self, pipe: Any) -> Plan:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tightfit.apply.activations.caches.branch_cache import BranchCache, LeaveOut, Work
+from tightfit.apply.activations.caches.conditions import always_runs
 from tightfit.apply.activations.caches.kept_tensors import KeptTensors
 from tightfit.apply.activations.caches.step_counter import DenoiserCall
 from tightfit.devices.pinned_pool import ActivationHostPool
@@ -81,15 +82,8 @@ class AttentionCache(BranchCache):
 
     def _within(self, call: DenoiserCall, ran: int | None, interval: str) -> bool:
         """Whether `call` is fewer than `interval` steps after `ran`, and neither warms up nor cools down."""
-        settings = self.settings
-        late = call.steps is not None and call.step >= call.steps - settings.value("cool_down")
-        passed = call.step - ran if ran is not None else None
-        return (
-            passed is not None
-            and passed < settings.value(interval)
-            and not late
-            and call.step >= settings.value("warm_up")
-        )
+        soon = ran is not None and call.step - ran < self.settings.value(interval)
+        return soon and not always_runs(self.settings, call)
 
     def _decided(self) -> None:
         pass  # each layer frees what it kept when it runs

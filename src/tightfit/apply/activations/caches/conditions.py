@@ -15,7 +15,7 @@ from tightfit.schema.step_cache import StepCache
 from tightfit.simulator.operations import NAME
 from tightfit.simulator.storage import store_of
 
-__all__ = ["SkipCondition", "mean_change", "mean_size", "relative_change"]
+__all__ = ["SkipCondition", "always_runs", "mean_change", "mean_size", "relative_change"]
 
 
 class SkipCondition:
@@ -40,12 +40,7 @@ class SkipCondition:
         if settings.skipped_steps is not None:
             return call.step in settings.skipped_steps
         most = settings.value("most_skipped")
-        cool = settings.value("cool_down")
-        if (
-            call.step < max(settings.value("warm_up"), 1)
-            or (call.steps is not None and call.step >= call.steps - cool)
-            or (most is not None and self._skipped >= most)
-        ):
+        if always_runs(settings, call) or (most is not None and self._skipped >= most):
             return False
         if settings.kind.decides == "interval":
             return self.within(call.step, settings.value("interval"))
@@ -116,6 +111,12 @@ class SkipCondition:
         self._skipped = self._skipped + 1 if skipped else 0
         if seen is not None and (not skipped or self._settings.kind.decides != "first blocks"):
             self._compared = seen.detach()
+
+
+def always_runs(settings: StepCache, call: DenoiserCall) -> bool:
+    """Whether `call` warms up or cools down."""
+    late = call.steps is not None and call.step >= call.steps - int(settings.value("cool_down"))
+    return late or call.step < max(int(settings.value("warm_up")), 1)
 
 
 def relative_change(new: torch.Tensor, old: torch.Tensor) -> float | None:
