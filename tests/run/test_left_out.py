@@ -134,7 +134,7 @@ def test_no_plan_is_slower_and_none_is_refused_for_it(name: str) -> None:
 def test_what_is_measured_is_what_could_gain(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all is there, nothing; where nothing fits, what needs least; what is asked for, that alone."""
     measurer = Measurer(SDXL.make(4))
-    monkeypatch.setattr(measurer, "_mark", "")  # nothing is kept
+    monkeypatch.setattr(measurer, "_own", "")  # nothing is kept
     assert measurer.measure(REQUEST, None, missing_within(2**34)).not_measured == OPTIONAL_PARTS
     assert done == []
     known = measurer.measure(REQUEST, None, missing_within(1))
@@ -220,7 +220,7 @@ def test_a_denoiser_with_a_forward_of_its_own_works_in_parts_too() -> None:
 def test_strips_of_a_picture_are_measured_together(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.run.strip_profiles.QUICK", 1000)
     measurer = Measurer(SDXL.make(4))
-    monkeypatch.setattr(measurer, "_mark", "")
+    monkeypatch.setattr(measurer, "_own", "")
     known = measurer.measure(REQUEST, None, lambda known: [part for part in known.not_measured if part in STRIP_LIMITS])
     assert (known.not_measured, len(done)) == (("variants",), 1)
     assert any(len(phase.strip_options) == len(STRIP_LIMITS) for phase in known.phases)
