@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib
 import os
 from collections.abc import Callable, Iterator
@@ -20,6 +21,23 @@ torch.utils._device._device_constructors()
 
 # it decides when it is loaded, for good, whether help is coloured: not within a test of colours
 importlib.import_module("typer.rich_utils")
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test marked `one_in(n)` every n-th, in the order of hashes of their names, is not slow."""
+    grids: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in") is not None:
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in grids.values():
+        mark = cases[0].get_closest_marker("one_in")
+        assert mark is not None
+        soon = [case for case in cases if not any(case.get_closest_marker(name) for name in ("slow", "gpu"))]
+        soon.sort(key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())
+        for index, case in enumerate(soon):
+            if index % mark.args[0]:
+                case.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -72,6 +72,7 @@ def test_more_pipelines_are_repeatable_finite_and_varied(case: TinyCase) -> None
     assert sum(map(weight_bytes, find_components(pipe).values())) < 3e6
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", [*MORE_CASES, WAN], ids=lambda case: case.name)
 def test_other_architectures(case: TinyCase, place: str) -> None:
     pipe = case.make()
@@ -397,6 +398,7 @@ def test_the_lora_is_seen() -> None:
     assert torch.equal(pictures["off"], untouched(SD.name))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("last", ["loaded", "off", "fused", "unloaded"])
 def test_loras_come_and_go(last: str, place: str) -> None:
     pipe = SD.make()
@@ -579,6 +581,7 @@ def stop_in_decoder(pipe: Any, case: TinyCase, error: type[BaseException]) -> No
         handle.remove()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("error", [Stop, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stop", [stop_in_callback, stop_in_block, stop_in_decoder])
 @pytest.mark.parametrize("case", [SD, WAN], ids=lambda case: case.name)

@@ -68,6 +68,7 @@ def plan_of(pipe: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return plan
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("device", ["cpu", "loopback"])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
@@ -87,6 +88,7 @@ def test_level_gives_the_same_pictures_and_leaves_no_trace(name: str, level: int
     assert_same(before, imprint(pipe))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "techniques"), TRIED)
 def test_techniques_alone_and_in_pairs(name: str, techniques: tuple[str, ...]) -> None:
     case, pipe, untouched = prepared(name)

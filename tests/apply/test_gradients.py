@@ -90,6 +90,7 @@ def test_guidance_by_gradients_in_a_callback(plan: Any, device: Device | str) ->
         fitted.undo()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("lora", ["before", "after"])
 @pytest.mark.parametrize("optimizer", ["before", "after"])
 @pytest.mark.parametrize("plan", PLANS)

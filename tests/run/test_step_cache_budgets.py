@@ -172,6 +172,7 @@ def held_at_calls(pipe: Any, case: TinyCase) -> list[int]:
     return [held - found[0] for held in found]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("family", "strategy"), EVERY)
 def test_what_is_kept_on_the_cpu_is_what_was_predicted(family: str, strategy: str) -> None:
     """By what tensors there are at each call, more than without a cache, and a footprint from shapes alone."""
@@ -197,6 +198,7 @@ def test_what_is_kept_on_the_cpu_is_what_was_predicted(family: str, strategy: st
 # what streams
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("strategy", ["static", "first-block", "taylorseer", "magcache", "easycache"])
 @pytest.mark.parametrize("family", ["Flux", "CogVideoX", "Wan", "StableDiffusion"])
 def test_a_skip_that_is_named_loads_only_what_runs(family: str, strategy: str) -> None:
