@@ -20,7 +20,7 @@ demo: $(READY)  ## a picture inside a memory budget, and where the memory went; 
 		--device cuda,loopback --level 3 --seed 7 --out demo-out/picture.png --timeline demo-out/memory.png
 	@echo "look at demo-out/picture.png and demo-out/memory.png"
 
-test: lint  ## lint, types and tests; half an hour on 2 cores with other work
+test: lint  ## lint, types and tests; of the largest grids some cases
 	$(PYTEST)
 
 docs: $(READY)  ## the documentation site, in site/; fails on broken links
@@ -61,6 +61,8 @@ bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/ranks.py
 	PYTHONPATH=tests $(BIN)/python -W ignore bench/device_maps.py
 	PYTHONPATH=tests $(BIN)/python -W ignore bench/step_cache_rivals.py
+	$(BIN)/python bench/step_caches_simulated.py
+	$(BIN)/python bench/step_caches_demo.py
 	$(BIN)/python bench/rivals.py
 	$(BIN)/python bench/weights.py
 	$(BIN)/python tools/make_tables.py

@@ -172,7 +172,7 @@ def draw_chart(rows: Sequence[dict[str, Any]], right: int) -> None:
         )
         style = {
             "marker": markers[number % len(markers)],
-            "color": f"C{number % 10}",
+            "color": f"C{number}" if number < 10 else "black",
             "markersize": 5,
             "linewidth": 1.2,
         }

@@ -524,7 +524,7 @@ def step_caches_streaming() -> str:
         rows.append(
             (
                 f"{row['model']}, {row['card']}", row["cache"].removeprefix("step cache ") or NONE,
-                f"{len(row['skipped'])} of {row['steps']}", format_seconds(there), f"{here / there - 1:+.1%}",
+                f"{len(row['skipped'])} of {row['steps']}", format_seconds(there), f"{here / there - 1:+z.1%}",
                 format_bytes(max(row["in_others"])), bytes_in if same or not found else f"**{bytes_in}**",
                 format_bytes(row["loaded_in_vain"]),
             )
