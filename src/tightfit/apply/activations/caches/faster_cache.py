@@ -72,10 +72,6 @@ class FasterCache(AttentionCache):
         """Whether attention can be predicted."""
         return self.failed is None and bool(self._values) and all(each.known for each in self._values.values())
 
-    @property
-    def device_bytes(self) -> int:
-        return super().device_bytes + (self._conditional.nbytes if self._role == "conditional" else 0)
-
     # which call leaves out what
 
     def foreseen(self, call: DenoiserCall) -> bool | None:

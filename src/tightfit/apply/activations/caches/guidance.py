@@ -27,7 +27,10 @@ def predictions_of(call: DenoiserCall) -> Predictions:
 
 
 class ConditionalPrediction:
-    """The conditional prediction of a step, for the call of the unconditional one that follows."""
+    """The conditional prediction of a step, for the call of the unconditional one that follows.
+
+    It is not counted as kept: the pipeline has the same tensor until it has put the two together.
+    """
 
     def __init__(self) -> None:
         self.clear()
@@ -47,10 +50,6 @@ class ConditionalPrediction:
     def like(self, other: torch.Tensor) -> torch.Tensor:
         """Return it; where a call was repeated, `other` has the same form."""
         return other if self._tensor is None else self._tensor
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._tensor is None else self._tensor.nbytes
 
 
 @dataclass(frozen=True)
