@@ -247,7 +247,7 @@ def test_measured_times_without_a_cache_hold_until_there_are_others(tmp_path: Pa
     ("size", "chosen", "says"),
     [
         (30, "device", ""),
-        (29, "host", "taylorseer keeps on the host what it reuses: with what taylorseer keeps on the device 30"),
+        (29, "host", "taylorseer keeps on the host what it reuses: with what taylorseer keeps on the device, 30"),
         (20, "host", "taylorseer keeps on the host what it reuses"),
         (19, "none", "no step cache, as taylorseer does not fit"),
         (9, "refused", "10 are needed"),

@@ -65,7 +65,7 @@ def _named(limits: Limits, cache: StepCache, inputs_with: InputsWith) -> Planned
             continue
         if not refusals:
             return found
-        because = f"with what {cache.strategy} keeps on the device {_first_line(refusals[0])}"
+        because = f"with what {cache.strategy} keeps on the device, {_first_line(refusals[0])}"
         if each is None:
             return _with_reason(found, f"no step cache, as {cache.strategy} does not fit", because)
         return _with_reason(found, f"{cache.strategy} keeps on the host what it reuses", because)
@@ -73,8 +73,7 @@ def _named(limits: Limits, cache: StepCache, inputs_with: InputsWith) -> Planned
 
 
 def _first_line(error: BudgetTooSmall) -> str:
-    text = str(error).splitlines()[0]
-    return text[:1].lower() + text[1:]
+    return str(error).splitlines()[0]
 
 
 # caches that are allowed
