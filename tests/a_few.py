@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,3 +16,21 @@ def a_few(values: Iterable[Any], *soon: str) -> list[Any]:
     return [
         pytest.param(value, id=name, marks=() if name in soon else pytest.mark.slow) for name, value in names.items()
     ]
+
+
+def mark_one_in(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases of tests that are marked `one_in(n)` slow, but for one in n.
+
+    They are chosen by hashes of their names, because every n-th in order may always have the same value of a parameter.
+    """
+    grids: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in") and not any(map(item.get_closest_marker, ("slow", "gpu"))):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in grids.values():
+        mark = cases[0].get_closest_marker("one_in")
+        assert mark is not None
+        cases.sort(key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())
+        for index, case in enumerate(cases):
+            if index % mark.args[0]:
+                case.add_marker(pytest.mark.slow)

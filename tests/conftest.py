@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import importlib
 import os
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from a_few import mark_one_in
 from attention_backend import own_attention_backend
 from tiny_pipelines import CASES
 
@@ -25,19 +25,7 @@ importlib.import_module("typer.rich_utils")
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked `one_in(n)` every n-th, in the order of hashes of their names, is not slow."""
-    grids: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("one_in") is not None:
-            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in grids.values():
-        mark = cases[0].get_closest_marker("one_in")
-        assert mark is not None
-        soon = [case for case in cases if not any(case.get_closest_marker(name) for name in ("slow", "gpu"))]
-        soon.sort(key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())
-        for index, case in enumerate(soon):
-            if index % mark.args[0]:
-                case.add_marker(pytest.mark.slow)
+    mark_one_in(items)
 
 
 def pytest_collection_finish() -> None:

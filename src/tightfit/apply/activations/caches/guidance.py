@@ -29,7 +29,7 @@ def predictions_of(call: DenoiserCall) -> Predictions:
 class ConditionalPrediction:
     """The conditional prediction of a step, for the call of the unconditional one that follows.
 
-    It is not counted as kept: the pipeline has the same tensor until it has put the two together.
+    It is not counted as kept: the pipeline has the same tensor until it puts the two together.
     """
 
     def __init__(self) -> None:
