@@ -18,11 +18,16 @@ FIELDS = {
     "memory_rate",
     "link_rate",
     "link",
+    "watts",  # board power; a laptop's: the most of NVIDIA's usual range
+    "multiprocessors",
+    "l2_bytes",
     "source",
 }
 OPTIONAL = {"nvlink_rate"}  # bytes per second each way to the other cards of its computer
 RATE_OF_SIXTEEN_LANES = {"3.0": 12.0e9, "4.0": 25.0e9, "5.0": 50.0e9}
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
+# float32 lanes of a multiprocessor, by compute capability
+LANES = {"6.0": 64, "6.1": 128, "7.0": 64, "7.5": 64, "8.0": 64, "8.6": 128, "8.9": 128, "9.0": 128, "12.0": 128}
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -54,6 +59,7 @@ def test_a_card_is_well_formed(name: str) -> None:
     assert isinstance(card["bytes"], int)
     assert isinstance(card["memory_rate"], float)
     assert isinstance(card["link_rate"], float)
+    assert all(type(card[field]) is int for field in ("watts", "multiprocessors", "l2_bytes"))
     assert re.fullmatch(r"\d+\.\d", card["compute_capability"])
     assert all(isinstance(rate, float) and rate > 0 for rate in card["arithmetic_rates"].values())
 
@@ -73,20 +79,66 @@ def test_a_card_is_plausible(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CARDS)
+def test_power_is_in_watts(name: str) -> None:
+    card = CARDS[name]
+    assert 10 <= card["watts"] <= 1200
+    assert 1 <= card["watts"] / card["multiprocessors"] <= 15
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_multiprocessors_give_the_float32_rate_at_a_plausible_clock(name: str) -> None:
+    card = CARDS[name]
+    clock = card["arithmetic_rates"]["float32"] / (2 * LANES[card["compute_capability"]] * card["multiprocessors"])
+    assert 1.1e9 <= clock <= 2.7e9
+    derived = re.search(r"(\d+) (?:SMs|CUDA cores) × (\d\.\d+) GHz", card["source"])
+    if derived is not None:
+        counted = int(derived[1]) if "SMs ×" in derived[0] else int(derived[1]) // LANES[card["compute_capability"]]
+        assert card["multiprocessors"] == counted
+        assert clock == pytest.approx(float(derived[2]) * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_second_level_cache_is_in_bytes_and_follows_the_generation(name: str) -> None:
+    card = CARDS[name]
+    assert card["l2_bytes"] % (MIB // 4) == 0
+    if capability(card) < (8, 0) or card["compute_capability"] == "8.6":
+        assert MIB // 4 <= card["l2_bytes"] <= 6 * MIB
+    else:  # A100's kind, and from Ada Lovelace on
+        assert 12 * MIB <= card["l2_bytes"] <= 128 * MIB
+    assert card["l2_bytes"] < card["bytes"] / 200
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_new_facts_have_an_origin(name: str) -> None:
+    card = CARDS[name]
+    said = (f"{card['watts']} W", f"{card['multiprocessors']} SMs", f"{card['l2_bytes'] / MIB:g} MiB")
+    assert [words for words in said if words not in card["source"]] == []
+    assert ("tensorfloat32:" in card["source"]) is (capability(card) >= (8, 0))
+
+
+@pytest.mark.parametrize("name", CARDS)
 def test_rates_follow_the_generation(name: str) -> None:
     card = CARDS[name]
     rates = card["arithmetic_rates"]
     expected = {"float32", "float16"}
     if capability(card) >= (8, 0):
-        expected.add("bfloat16")
+        expected |= {"bfloat16", "tensorfloat32"}
     if capability(card) >= (8, 9):
         expected.add("float8")
     assert set(rates) == expected
     assert 1e12 < rates["float32"] < 200e12
     assert rates["float16"] >= 0.9 * rates["float32"]
     assert rates.get("bfloat16", rates["float16"]) == rates["float16"]
+    if "tensorfloat32" in rates:
+        assert rates["tensorfloat32"] == pytest.approx(rates["float16"] / 2, rel=0.02)
     if "float8" in rates:
         assert rates["float8"] == pytest.approx(2 * rates["float16"], rel=0.02)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_known_card_has_the_rates_of_dtypes_only(name: str) -> None:
+    dtypes = {key.partition(".")[2] for key in known_card(name).arithmetic_rates}
+    assert dtypes == set(CARDS[name]["arithmetic_rates"]) - {"tensorfloat32"}
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -129,6 +181,8 @@ def test_a_laptop_s_link_is_called_what_it_is(name: str) -> None:
         ("a100-80gb", 80, 2039e9, "bfloat16", 312e12),
         ("h100", 80, 3.35e12, "bfloat16", 989.4e12),
         ("h200", 141, 4.8e12, "bfloat16", 989.4e12),
+        ("rtx3090", 24, 936e9, "tensorfloat32", 35.6e12),
+        ("a100-80gb", 80, 2039e9, "tensorfloat32", 156e12),
     ],
 )
 def test_well_known_figures(name: str, gib: int, memory_rate: float, kind: str, rate: float) -> None:
@@ -136,6 +190,26 @@ def test_well_known_figures(name: str, gib: int, memory_rate: float, kind: str, 
     assert card["bytes"] == gib * GIB
     assert card["memory_rate"] == pytest.approx(memory_rate)
     assert card["arithmetic_rates"][kind] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("name", "watts", "multiprocessors", "cache"),
+    [
+        ("t4", 70, 40, 4 * MIB),
+        ("v100", 300, 80, 6 * MIB),
+        ("rtx2080ti", 250, 68, 5632 * 1024),
+        ("rtx3090", 350, 82, 6 * MIB),
+        ("rtx4060-laptop", 115, 24, 32 * MIB),
+        ("rtx4090", 450, 128, 72 * MIB),
+        ("rtx5090", 575, 170, 96 * MIB),
+        ("a100-80gb", 400, 108, 40 * MIB),
+        ("h100", 700, 132, 50 * MIB),
+        ("h200", 700, 132, 60 * MIB),
+    ],
+)
+def test_well_known_power_and_caches(name: str, watts: int, multiprocessors: int, cache: int) -> None:
+    card = CARDS[name]
+    assert (card["watts"], card["multiprocessors"], card["l2_bytes"]) == (watts, multiprocessors, cache)
 
 
 @pytest.mark.parametrize(("name", "own"), [("RTX 4090", "rtx4090"), ("a100 80GB", "a100-80gb"), ("rtx4090", "rtx4090")])

@@ -31,6 +31,7 @@ __all__ = [
 # card and model, until `tightfit machine` has measured the installed one)
 SHARES = {"matmul": 0.7, "convolution": 0.5, "attention": 0.5}
 MEMORY_SHARE = 0.85
+NO_DTYPE = {"tensorfloat32"}  # nominal rates that are not of a dtype: how float32 convolutions run from 8.0 on
 LAUNCH_OVERHEAD = 10e-6  # host seconds for each kernel of a network in Python (half of a slow server core's)
 # … and for each use of a streamed or a resident layer: half of what bench/host_cost.py measured for FLUX.1 on a busy
 # server's core, with torch's own CUDA code and no driver (28 us, of which the copy's launch took 2, and 4.6 us)
@@ -109,7 +110,7 @@ def known_card(name: str) -> Accelerator:
     InputError with the nearest name if there is none.
     """
     facts = _cards()[card_called(name)]
-    nominal = facts["arithmetic_rates"]
+    nominal = {dtype: rate for dtype, rate in facts["arithmetic_rates"].items() if dtype not in NO_DTYPE}
     rates = {f"{kind}.{dtype}": share * rate for kind, share in SHARES.items() for dtype, rate in nominal.items()}
     return Accelerator(
         name=facts["title"],
