@@ -180,7 +180,7 @@ def test_a_laptop_s_link_is_called_what_it_is(name: str) -> None:
         ("rtx-a6000", 48, 768e9, "bfloat16", 154.8e12),
         ("a100-80gb", 80, 2039e9, "bfloat16", 312e12),
         ("h100", 80, 3.35e12, "bfloat16", 989.4e12),
-        ("h200", 141, 4.8e12, "bfloat16", 989.4e12),
+        ("h200", 140, 4.8e12, "bfloat16", 989.4e12),
         ("rtx3090", 24, 936e9, "tensorfloat32", 35.6e12),
         ("a100-80gb", 80, 2039e9, "tensorfloat32", 156e12),
     ],
