@@ -27,7 +27,8 @@ OPTIONAL = {"nvlink_rate"}  # bytes per second each way to the other cards of it
 RATE_OF_SIXTEEN_LANES = {"3.0": 12.0e9, "4.0": 25.0e9, "5.0": 50.0e9}
 MIB, GIB = 2**20, 2**30
 # float32 lanes of a multiprocessor, by compute capability
-LANES = {"6.0": 64, "6.1": 128, "7.0": 64, "7.5": 64, "8.0": 64, "8.6": 128, "8.9": 128, "9.0": 128, "12.0": 128}
+LANES = {"5.2": 128, "6.0": 64, "6.1": 128, "7.0": 64, "7.5": 64, "8.0": 64, "8.6": 128, "8.9": 128}
+LANES |= {"9.0": 128, "10.0": 128, "12.0": 128}
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def test_a_card_is_plausible(name: str) -> None:
     card = CARDS[name]
     assert card["bytes"] % (GIB // 2) == 0
     assert 2 * GIB <= card["bytes"] <= 192 * GIB
-    assert 100e9 <= card["memory_rate"] <= 6e12
+    assert 100e9 <= card["memory_rate"] <= 10e12
     assert card["link_rate"] < card["memory_rate"]
 
 
@@ -144,6 +145,9 @@ def test_a_known_card_has_the_rates_of_dtypes_only(name: str) -> None:
 @pytest.mark.parametrize("name", CARDS)
 def test_the_link_rate_is_that_of_the_named_link(name: str) -> None:
     card = CARDS[name]
+    if card["link"] == "NVLink-C2C":  # between the halves of a module: of 450 GB/s each way PCIe's share
+        assert card["link_rate"] == pytest.approx(450e9 * 25 / 31.5, rel=0.01)
+        return
     link = re.fullmatch(r"PCIe (\d\.0) x(8|16)", card["link"])
     assert link is not None
     assert card["link_rate"] == pytest.approx(RATE_OF_SIXTEEN_LANES[link[1]] * int(link[2]) / 16)
@@ -155,7 +159,7 @@ def test_exchanges_between_cards_take_nvlink_or_the_host(name: str) -> None:
     assert known.exchange_latency > 0
     assert known.exchange_rate is not None
     if "nvlink_rate" in card:
-        assert capability(card) in ((7, 0), (8, 0), (9, 0))  # SXM modules
+        assert capability(card) in ((7, 0), (8, 0), (9, 0), (10, 0))  # SXM modules
         assert known.exchange_rate > card["link_rate"]
     else:
         assert 0.4 * card["link_rate"] <= known.exchange_rate <= 0.6 * card["link_rate"]
@@ -181,11 +185,18 @@ def test_a_laptop_s_link_is_called_what_it_is(name: str) -> None:
         ("a100-80gb", 80, 2039e9, "bfloat16", 312e12),
         ("h100", 80, 3.35e12, "bfloat16", 989.4e12),
         ("h200", 140, 4.8e12, "bfloat16", 989.4e12),
+        ("h20", 95.5, 4.0e12, "bfloat16", 148e12),
+        ("b200", 179, 7.67e12, "float8", 4500e12),
+        ("a10g", 22.5, 600e9, "bfloat16", 70e12),
+        ("a40", 45, 696e9, "bfloat16", 149.7e12),
+        ("l20", 45, 864e9, "bfloat16", 118.7e12),
+        ("rtx5060-laptop", 8, 384e9, "float32", 16.6e12),
+        ("rtx-pro-6000", 95.5, 1792e9, "bfloat16", 503.8e12),
         ("rtx3090", 24, 936e9, "tensorfloat32", 35.6e12),
         ("a100-80gb", 80, 2039e9, "tensorfloat32", 156e12),
     ],
 )
-def test_well_known_figures(name: str, gib: int, memory_rate: float, kind: str, rate: float) -> None:
+def test_well_known_figures(name: str, gib: float, memory_rate: float, kind: str, rate: float) -> None:
     card = CARDS[name]
     assert card["bytes"] == gib * GIB
     assert card["memory_rate"] == pytest.approx(memory_rate)
@@ -205,6 +216,9 @@ def test_well_known_figures(name: str, gib: int, memory_rate: float, kind: str, 
         ("a100-80gb", 400, 108, 40 * MIB),
         ("h100", 700, 132, 50 * MIB),
         ("h200", 700, 132, 60 * MIB),
+        ("a10g", 300, 80, 6 * MIB),
+        ("b200", 1000, 148, 253 * MIB // 2),
+        ("rtx-pro-6000", 600, 188, 128 * MIB),
     ],
 )
 def test_well_known_power_and_caches(name: str, watts: int, multiprocessors: int, cache: int) -> None:
