@@ -65,7 +65,8 @@ CARD = Accelerator(
     arithmetic_rates={"bfloat16": 1e15, "float32": 6.7e13}, memory_rate=3.35e12, link_rate=5.5e10,
     link_rate_out=5.4e10, exchange_rate=1.5e11, exchange_latency=2e-5, network_rate=1.25e10, ranks_sharing_weights=2,
     launch_overhead=5e-6, streamed_overhead=9e-6, resident_overhead=2e-6,
-    channels_last_gains={"denoiser.float16": 1.2},
+    channels_last_gains={"denoiser.float16": 1.2}, multiprocessors=132, clock=1.98e9, tail=0.4, cache_bytes=2**25,
+    cache_rate=6e12, kernel_latency=4e-6, module_overhead=3e-5,
 )  # fmt: skip
 MACHINE = Machine(
     accelerators=(CARD,), ram=2**37, ram_used=2**29, ram_free=2**36, ram_limit=2**37, pinnable=2**35, cores=16,
@@ -93,7 +94,10 @@ COMPONENT = Component(
     head_widths=(40, 80),
     gradient_bytes=12,
 )
-WORKLOAD = KernelGroup(kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2)
+WORKLOAD = KernelGroup(
+    kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2, padding=1, exponentials=2, tile_operations=3,
+    copied=4, serial=5, module_calls=6,
+)  # fmt: skip
 TURN = LayerWork(layer="transformer_blocks.0.ff.net.2", work=(WORKLOAD,), host_waits=True)
 USE = BlockUse(block="transformer_blocks.0", live_bytes_at_start=32, peak=64, layer_work=(TURN,))
 PASS = ComponentCall(

@@ -487,7 +487,7 @@ def test_a_card_in_words() -> None:
         "  attention              not measured  not measured  not measured",
         "",
         "memory 900 GiB/s, link 25 GiB/s in, 25 GiB/s out, 4.21 µs of the host for each operation, "
-        "16.2 µs for each streamed layer, 4 µs for a resident one",
+        "0 µs for each call of a module, 16.2 µs for each streamed layer, 4 µs for a resident one",
         "note: disk: not measured",
     ]
 

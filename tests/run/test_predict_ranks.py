@@ -21,7 +21,7 @@ from tightfit.run.models import resolve_model
 from tightfit.run.predict_ranks import SharedCall, forecast_ranks
 from tightfit.run.rank_layout import RankLayout, rank_layout
 from tightfit.run.unlimited_cards import unlimited_card
-from tightfit.schema.machine import KernelGroup
+from tightfit.schema.machine import Amounts, KernelGroup
 from tightfit.schema.plan import ContextAttention
 from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction
@@ -113,9 +113,9 @@ def test_exchanges_of_a_ring_take_the_clock_beside_what_is_computed() -> None:
         with unlimited_card(LINKED) as card:
             group = SimulatedRankGroup(0, 2, card=card)
             wait = group.pass_on(torch.empty(10**7, dtype=torch.uint8), torch.empty(10**7, dtype=torch.uint8))
-            card.run_kernel(KernelCost("attention", torch.float32, milliseconds * 10**6, 0))
+            card.run_kernel(KernelCost("attention", torch.float32, Amounts(milliseconds * 10**6, 0)))
             wait()
-            card.run_kernel(KernelCost("memory", torch.float32, 0, 0))
+            card.run_kernel(KernelCost("memory", torch.float32, Amounts(0, 0)))
             assert card.timeline.end / 1e6 == pytest.approx(max(milliseconds, 11), rel=0.01)
             assert group.bytes_sent == 10**7
 
@@ -137,7 +137,7 @@ def test_a_link_carries_what_all_cards_of_a_computer_send(per_node: int) -> None
     with unlimited_card(LINKED) as card:
         card.kernel_callbacks.append(found.append)
         SimulatedRankGroup(0, 4, per_node, card).all_gather(torch.empty(1000, dtype=torch.uint8))
-    sizes = {each.kind: each.bytes for each in found}
+    sizes = {each.kind: each.amounts.traffic for each in found}
     near = {"exchange": 1000 * (per_node - 1)} if per_node > 1 else {}
     assert sizes == near | ({"network": 1000 * (4 - per_node) * per_node} if per_node < 4 else {})
 

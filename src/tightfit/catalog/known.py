@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
+from tightfit.catalog.clock import host_rates, rates
 from tightfit.errors import InputError, unknown_name
 from tightfit.schema.base import Positive, Record
 from tightfit.schema.machine import Accelerator
@@ -20,6 +21,7 @@ __all__ = [
     "KnownComponent",
     "KnownModel",
     "card_called",
+    "card_facts",
     "card_names",
     "known_card",
     "known_model",
@@ -27,14 +29,8 @@ __all__ = [
     "model_names",
 ]
 
-# Fractions of a card's nominal rates that eager PyTorch reaches, by kind of kernel (assumptions, the same for every
-# card and model, until `tightfit machine` has measured the installed one)
-SHARES = {"matmul": 0.7, "convolution": 0.5, "attention": 0.5}
-MEMORY_SHARE = 0.85
-NO_DTYPE = {"tensorfloat32"}  # nominal rates that are not of a dtype: how float32 convolutions run from 8.0 on
-LAUNCH_OVERHEAD = 10e-6  # host seconds for each kernel of a network in Python (half of a slow server core's)
-# … and for each use of a streamed or a resident layer: half of what bench/host_cost.py measured for FLUX.1 on a busy
-# server's core, with torch's own CUDA code and no driver (28 us, of which the copy's launch took 2, and 4.6 us)
+# Host seconds for each use of a streamed or a resident layer: half of what bench/host_cost.py measured for FLUX.1 on a
+# busy server's core, with torch's own CUDA code and no driver (28 us, of which the copy's launch took 2, and 4.6 us)
 STREAMED_OVERHEAD, RESIDENT_OVERHEAD = 13e-6, 2.3e-6
 # Between cards of a computer: fractions of the nominal rate each way, while as much comes back. NVLink: 375 of 450 GB/s
 # for copies between two H100 (NVIDIA/nccl issue 1264), 215 to 260 of 300 between A100 (NVIDIA/nccl-tests issue 149).
@@ -104,27 +100,30 @@ def card_called(name: str) -> str:
     return _own_name("card", name, card_names())
 
 
+def card_facts(name: str) -> Mapping[str, Any]:
+    """Return the entry of the card `name` in the catalog; InputError with the nearest name if there is none."""
+    facts: Mapping[str, Any] = _cards()[card_called(name)]
+    return facts
+
+
 def known_card(name: str) -> Accelerator:
     """Return the known card `name`, e.g. "rtx4090", with the rates that eager PyTorch is assumed to reach on it.
 
     InputError with the nearest name if there is none.
     """
-    facts = _cards()[card_called(name)]
-    nominal = {dtype: rate for dtype, rate in facts["arithmetic_rates"].items() if dtype not in NO_DTYPE}
-    rates = {f"{kind}.{dtype}": share * rate for kind, share in SHARES.items() for dtype, rate in nominal.items()}
+    facts = card_facts(name)
     return Accelerator(
         name=facts["title"],
         kind="simulated",
         bytes=facts["bytes"],
         compute_capability=facts["compute_capability"],
-        arithmetic_rates=rates,
-        memory_rate=MEMORY_SHARE * facts["memory_rate"],
         link_rate=facts["link_rate"],
         exchange_rate=_exchange_rate(facts),
         exchange_latency=EXCHANGE_LATENCY,
-        launch_overhead=LAUNCH_OVERHEAD,
         streamed_overhead=STREAMED_OVERHEAD,
         resident_overhead=RESIDENT_OVERHEAD,
+        **rates(facts),
+        **host_rates(),
     )
 
 

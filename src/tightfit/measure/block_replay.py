@@ -7,8 +7,8 @@ the clock and the kernel watchers. Blocks that wait for values, copy over the li
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from tightfit.measure.block_events import Allocated, BlockEvent, Freed, Ran, block_events
 from tightfit.measure.call_profiler import CallProfiler
 from tightfit.measure.module_equivalence import (
     COMPARABLE,
@@ -27,7 +28,6 @@ from tightfit.measure.module_equivalence import (
 )
 from tightfit.measure.modules import find_layers, find_role
 from tightfit.measure.passes import OpenCall
-from tightfit.simulator.allocator import AllocatorEvent
 from tightfit.simulator.blocks import Block
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
@@ -61,24 +61,6 @@ class _Kernel(NamedTuple):
     layer: str  # current layer
 
 
-class _Allocated(NamedTuple):
-    """An allocation of `size` bytes; a block's allocations are numbered in this order."""
-
-    size: int
-
-
-class _Freed(NamedTuple):
-    number: int
-
-
-class _Ran(NamedTuple):
-    work: KernelCost
-    layer: str  # relative path
-
-
-_Event = _Allocated | _Freed | _Ran
-
-
 class _InputOutput(NamedTuple):
     """An output that is an input, or a view of it."""
 
@@ -96,8 +78,9 @@ class _OwnOutput(NamedTuple):
 class _Done(NamedTuple):
     """The recorded effects of one block."""
 
-    events: tuple[_Event, ...]
+    events: tuple[BlockEvent, ...]
     layer: str  # current layer afterwards, relative path
+    module_calls: int  # since its last kernel
     kept: tuple[tuple[int, int, tuple[ViewSpec, ...]], ...]  # memory of outputs: allocation number, bytes, its views
     outputs: tuple[Any, ...]  # leaves of the output: _InputOutput, _OwnOutput, or plain values
     structure: TreeSpec
@@ -176,6 +159,8 @@ class BlockReplay:
         free_dead_tensors()
         history = self._card.allocator.history
         before, began, first = self._around(), len(history), len(self._kernels)
+        host = self._card.host
+        calls_before = host.module_calls
         self._noting += 1
         try:
             output = work()
@@ -186,11 +171,16 @@ class BlockReplay:
             if not self._noting:
                 self._kernels.clear()
         ran = [(each.position - began, each.work, place.relative(each.layer)) for each in kernels]
+        if ran:  # without the module calls before the block
+            position, work_of_first, its_layer = ran[0]
+            own = work_of_first.module_calls - calls_before
+            ran[0] = position, dataclasses.replace(work_of_first, module_calls=own), its_layer
+        calls_after = host.module_calls - (0 if ran else calls_before)
         layer = place.relative(opened.layer)
         if self._around() != before or opened is not self._pass or layer is None:
             return output, None
-        found = _events(history[began:], ran)
-        return output, found and _done(*found, layer, given, output)
+        found = block_events(history[began:], ran)
+        return output, found and _done(*found, layer, calls_after, given, output)
 
     def _around(self) -> tuple[Any, ...]:
         """State that a replayable block must leave unchanged."""
@@ -202,14 +192,15 @@ class BlockReplay:
         card, made = self._card, list[Block]()
         for event in done.events:
             match event:
-                case _Allocated():
+                case Allocated():
                     made.append(card.malloc(event.size))
-                case _Freed():
+                case Freed():
                     card.allocator.free(made[event.number])
-                case _Ran():
+                case Ran():
                     opened.layer = place.layer(event.layer)
                     card.repeat(event.work)
         opened.layer = place.layer(done.layer)
+        card.host.module_calls += done.module_calls
         kept = [tensors_in(card, made[number], size, looks) for number, size, looks in done.kept]
         return tree_unflatten([_output(each, given, kept) for each in done.outputs], done.structure)
 
@@ -223,37 +214,13 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
         yield from _blocks(child, f"{prefix}{name}.")
 
 
-def _events(
-    steps: Sequence[AllocatorEvent], ran: Sequence[tuple[int, KernelCost, str | None]]
-) -> tuple[tuple[_Event, ...], dict[int, int]] | None:
-    """Return a block's events, from its allocator `steps` and the kernels that `ran`, with the steps before each.
-
-    Also return the memory it did not free, as block number → allocation number. None if it cannot be replayed.
-    """
-    events: list[_Event] = []
-    there: dict[int, int] = {}
-    allocated, kernels = 0, deque(ran)
-    for position, step in enumerate((*steps, None)):
-        while kernels and (step is None or kernels[0][0] <= position):
-            _, work, layer = kernels.popleft()
-            if layer is None:  # a layer outside the block, which other blocks do not have
-                return None
-            events.append(_Ran(work, layer))
-        if step is None:
-            break
-        if step.what == "malloc":
-            there[step.block] = allocated
-            allocated += 1
-            events.append(_Allocated(step.size))
-        elif step.what == "free" and step.block in there:
-            events.append(_Freed(there.pop(step.block)))
-        else:
-            return None
-    return tuple(events), there
-
-
 def _done(
-    events: tuple[_Event, ...], there: Mapping[int, int], layer: str, given: Sequence[Any], output: Any
+    events: tuple[BlockEvent, ...],
+    there: Mapping[int, int],
+    layer: str,
+    module_calls: int,
+    given: Sequence[Any],
+    output: Any,
 ) -> _Done | None:
     """Combine `events` with how `output` is made of the inputs `given` and the memory `there`; None if it is not."""
     layers, structure = tree_flatten(output)
@@ -283,7 +250,7 @@ def _done(
     if kept.keys() != there.keys():  # memory is kept by something else
         return None
     memory = tuple((there[number], size, tuple(looks)) for number, (size, looks) in kept.items())
-    return _Done(events, layer, memory, tuple(outputs), structure)
+    return _Done(events, layer, module_calls, memory, tuple(outputs), structure)
 
 
 def _output(recorded: Any, given: Sequence[Any], kept: Sequence[Sequence[torch.Tensor]]) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 
 from tightfit.measure.modules import weight_tensors
 from tightfit.schema.footprint import BlockUse, ComponentCall, Phase, Role
-from tightfit.schema.machine import KernelGroup, LayerWork
+from tightfit.schema.machine import Amounts, KernelGroup, LayerWork
 from tightfit.simulator.kernel_costs import KernelCost
 from tightfit.simulator.operations import NAME
 from tightfit.simulator.storage import store_of
@@ -35,33 +35,34 @@ def find_phase(name: str, role: Role, method: str) -> str:
 
 
 class KernelCounter:
-    """Sums kernels by kind, dtype and arithmetic intensity.
+    """Sums kernels by kind, dtype and arithmetic intensity, or by size.
 
     A kernel takes the longer of its arithmetic and its traffic, which cannot be computed from a sum over different
     kernels; for kernels whose operations per byte differ by at most the square root of two, it is accurate enough.
+    Likewise how much of its traffic a cache holds, where their bytes differ by at most a factor of two.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str, int | None], list[int]] = {}
+        self._sums: dict[tuple[str, str, int | None], tuple[Amounts, int, int]] = {}
 
     def add(self, work: KernelCost, times: int = 1) -> None:
         """Add `times` kernels of this cost."""
-        key = work.kind, str(work.dtype).removeprefix("torch."), _intensity(work)
-        sums = self._sums.setdefault(key, [0, 0, 0])
-        sums[0] += work.operations * times
-        sums[1] += work.bytes * times
-        sums[2] += times
+        key = work.kind, str(work.dtype).removeprefix("torch."), _size_class(work.amounts)
+        amounts, kernels, calls = self._sums.get(key, (Amounts(0, 0), 0, 0))
+        self._sums[key] = amounts.plus(work.amounts, times), kernels + times, calls + times * work.module_calls
 
     def workloads(self) -> tuple[KernelGroup, ...]:
         return tuple(
-            KernelGroup(kind=kind, dtype=dtype, operations=operations, traffic=traffic, kernels=kernels)
-            for (kind, dtype, _), (operations, traffic, kernels) in self._sums.items()
+            KernelGroup(kind=kind, dtype=dtype, kernels=kernels, module_calls=calls, **amounts._asdict())
+            for (kind, dtype, _), (amounts, kernels, calls) in self._sums.items()
         )
 
 
-def _intensity(work: KernelCost) -> int | None:
-    """Operations per byte, as a power of the square root of two; None where either is zero."""
-    return round(2 * math.log2(work.operations / work.bytes)) if work.operations and work.bytes else None
+def _size_class(amounts: Amounts) -> int | None:
+    """Operations per byte as a power of the square root of two; of memory traffic alone, bytes as a power of two."""
+    if amounts.operations and amounts.traffic:
+        return round(2 * math.log2(amounts.operations / amounts.traffic))
+    return round(math.log2(amounts.traffic)) if amounts.traffic else None
 
 
 @dataclass

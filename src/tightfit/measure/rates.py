@@ -29,11 +29,11 @@ from typing import Any, BinaryIO
 
 import psutil
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from tightfit.devices.choose import choose_device
 from tightfit.devices.device import Device
+from tightfit.measure.host_rates import host_overheads
 from tightfit.measure.layout_gains import layout_gains
 from tightfit.schema.machine import Machine
 from tightfit.units import format_bytes
@@ -49,7 +49,6 @@ SIZES = 6  # number of sizes at most: the largest is 4⁵ times the smallest
 LEAST_RUNS, MOST_RUNS = 3, 50
 SHORTEST = 0.005  # seconds: shorter runs are repeated and timed together
 BUSY = 0.15  # share of CPU time used by other programs above which a note is added
-LAUNCHES = 200  # fewer than a card's launch queue holds, so that the host never blocks on it
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CHUNK, FILE = 8 * 2**20, 256 * 2**20
 
@@ -119,9 +118,9 @@ def device_rates(device: Device, seconds: float, step: Callable[[str], None]) ->
                 notes.append(f"{device.name}: {name.replace('_', ' ')} not measured: {reason}")
             device.release_cache()
         step(f"{device.name}: launches")
-        overhead = launch_overhead(device, seconds / (len(makers) + 1))
+        overheads = host_overheads(device, seconds / (len(makers) + 1))
     arithmetic = {name: found.pop(name) for name in list(found) if "." in name}
-    return {"arithmetic_rates": arithmetic, "launch_overhead": overhead, **found}, notes
+    return {"arithmetic_rates": arithmetic, **overheads, **found}, notes
 
 
 def rate_of(device: Device, make: Make, seconds: float) -> float:
@@ -152,47 +151,6 @@ def rate_of(device: Device, make: Make, seconds: float) -> float:
     return work.amount / statistics.median(runs)
 
 
-def launch_overhead(device: Device, seconds: float) -> float:
-    """Seconds of host time per kernel of a network in Python, including its modules and views, on tiny tensors.
-
-    A bare operation in a loop takes a fifth of that.
-    """
-    block = _TimedBlock().to(device.torch_device)
-    tokens = torch.zeros(1, 4, _TimedBlock.width, device=device.torch_device)
-    block(tokens)
-    deadline = time.perf_counter() + seconds
-    runs: list[float] = []
-    while len(runs) < LEAST_RUNS or (len(runs) < MOST_RUNS and time.perf_counter() < deadline):
-        device.synchronize()
-        start = device.now()
-        for _ in range(LAUNCHES // _TimedBlock.kernels):
-            block(tokens)
-        runs.append((device.now() - start) / (LAUNCHES // _TimedBlock.kernels * _TimedBlock.kernels))
-    return statistics.median(runs)
-
-
-class _TimedBlock(nn.Module):
-    """A transformer block, so small that its arithmetic takes no time."""
-
-    width, kernels = 8, 12
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(self.width), nn.LayerNorm(self.width)
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(self.width, self.width) for _ in range(4))
-        self.up, self.act, self.down = nn.Linear(self.width, self.width), nn.GELU(), nn.Linear(self.width, self.width)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        normed = self.norm1(tokens)
-        query, key, value = (
-            to(normed).unflatten(-1, (2, -1)).transpose(1, 2) for to in (self.to_q, self.to_k, self.to_v)
-        )
-        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        tokens = tokens + self.to_out(attended)
-        changed: torch.Tensor = tokens + self.down(self.act(self.up(self.norm2(tokens))))
-        return changed
-
-
 def _makers(device: Device) -> dict[str, Make]:
     """The workloads to measure on `device`, by the names of an Accelerator's rates."""
     kinds = {"matmul": _matmul, "convolution": _convolution, "attention": _attention}
@@ -217,6 +175,8 @@ def _matmul(device: Device, dtype: torch.dtype, size: int) -> Work:
 def _convolution(device: Device, dtype: torch.dtype, size: int) -> Work:
     side, channels = 8 * 2**size, 256
     picture, weight = _noise(device, dtype, 1, channels, side, side), _noise(device, dtype, channels, channels, 3, 3)
+    if device.separate:  # where copies to this layout are counted beside the convolution
+        picture, weight = (each.contiguous(memory_format=torch.channels_last) for each in (picture, weight))
     return Work(lambda: F.conv2d(picture, weight, padding=1), 2 * 9 * channels**2 * side**2)
 
 

@@ -15,7 +15,8 @@ GUESSED: Mapping[str, object] = {
     "arithmetic_rates": {"float32": 5e12, "float16": 2e13, "bfloat16": 2e13},
     "memory_rate": 3e11,
     "link_rate": 1e10,
-    "launch_overhead": 1e-5,
+    "launch_overhead": 1.1e-5,
+    "module_overhead": 3e-5,
     "streamed_overhead": 1.3e-5,
     "resident_overhead": 2.3e-6,
 }
@@ -23,6 +24,7 @@ GUESSED_CPU: Mapping[str, object] = {
     "arithmetic_rates": {"float32": 1e11},
     "memory_rate": 2e10,
     "launch_overhead": 5e-6,
+    "module_overhead": 1e-5,
 }
 ANY_CARD = Accelerator(name="any card", kind="simulated", bytes=1)  # for results independent of a card's size and rates
 
@@ -31,7 +33,7 @@ def with_default_rates(accelerator: Accelerator) -> Accelerator:
     """Return `accelerator` with guessed rates where it has none."""
     guessed = GUESSED_CPU if accelerator.is_cpu else GUESSED
     known = {name: rate for name in guessed if (rate := getattr(accelerator, name))}
-    lacking = guessed.keys() - known.keys() - {"launch_overhead", "streamed_overhead", "resident_overhead"}  # may be 0
+    lacking = guessed.keys() - known.keys() - {name for name in guessed if name.endswith("_overhead")}  # may be 0
     return accelerator.model_copy(update={**guessed, **known}) if lacking else accelerator
 
 

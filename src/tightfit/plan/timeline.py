@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tightfit.plan.prefetch import Lease, PrefetchOrder, Ring
 from tightfit.plan.prefetch_policy import PrefetchPolicy
+from tightfit.schema.kernel_time import kernel_seconds
 from tightfit.schema.machine import EXCHANGES, Accelerator, KernelGroup
 
 __all__ = [
@@ -47,18 +48,12 @@ def segment_of(work: Iterable[KernelGroup], device: Accelerator, group: str = ""
             else:
                 seconds += exchange
             continue
-        rate = device.arithmetic_rate(kernels.kind, kernels.dtype)
-        arithmetic = kernels.operations / rate if rate else 0.0
-        computing = max(arithmetic, _over(kernels.traffic, device.memory_rate))
-        attention += computing if kernels.kind == "attention" else 0.0
+        computing = kernel_seconds(device, kernels.kind, kernels.dtype, kernels.amounts, kernels.kernels)
+        attention += computing if kernels.kind.endswith("attention") else 0.0
         seconds += computing
-        launching += kernels.kernels * device.launch_overhead
+        launching += kernels.kernels * device.launch_overhead + kernels.module_calls * device.module_overhead
     seconds += max(ring - attention * rings / (rings + 1), 0.0)
     return ComputeSegment(group, seconds + launching if device.is_cpu else seconds, launching)
-
-
-def _over(size: int, rate: float | None) -> float:
-    return size / rate if rate else 0.0
 
 
 def seconds_without_weights(segments: Iterable[ComputeSegment], overhead: float = 0.0) -> float:

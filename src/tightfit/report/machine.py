@@ -76,7 +76,8 @@ def _paths(accelerator: Accelerator) -> str:
     if not accelerator.is_cpu:
         out = accelerator.link_rate_out or accelerator.link_rate
         parts.append(f"link {_bytes_per_second(accelerator.link_rate)} in, {_bytes_per_second(out)} out")
-    parts.append(f"{accelerator.launch_overhead * 1e6:.3g} µs of the host for each operation")
+    launch, module = (1e6 * each for each in (accelerator.launch_overhead, accelerator.module_overhead))
+    parts.append(f"{launch:.3g} µs of the host for each operation, {module:.3g} µs for each call of a module")
     if accelerator.streamed_overhead:
         streamed, resident = (1e6 * each for each in (accelerator.streamed_overhead, accelerator.resident_overhead))
         parts.append(f"{streamed:.3g} µs for each streamed layer, {resident:.3g} µs for a resident one")

@@ -56,8 +56,8 @@ __all__ = [
 
 QUANTUM = 512  # bytes: a card's allocator rounds sizes up to a multiple of this
 _RATES = (
-    "arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "launch_overhead", "streamed_overhead",
-    "resident_overhead", "channels_last_gains",
+    "arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "launch_overhead", "module_overhead",
+    "streamed_overhead", "resident_overhead", "channels_last_gains",
 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -10,10 +10,22 @@ from tightfit.errors import PlanError
 from tightfit.schema.base import Count, Positive, Rate, Real, Record, Size
 from tightfit.units import format_bytes
 
-__all__ = ["EXCHANGES", "GROUP_SPARE", "Accelerator", "Budget", "KernelGroup", "KernelKind", "LayerWork", "Machine"]
+__all__ = [
+    "EXCHANGES",
+    "GROUP_SPARE",
+    "Accelerator",
+    "Amounts",
+    "Budget",
+    "KernelGroup",
+    "KernelKind",
+    "LayerWork",
+    "Machine",
+]
 
 Exchange = Literal["exchange", "network", "ring", "network-ring"]
-KernelKind = Literal["matmul", "convolution", "attention", "memory"] | Exchange
+# "efficient-attention": torch's memory-efficient kernel, where flash attention cannot run
+Computing = Literal["matmul", "convolution", "attention", "efficient-attention", "memory", "normalization"]
+KernelKind = Computing | Exchange
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 
 # bytes of a control group that plans leave, and from which on resident weights are evicted: that takes time, while
@@ -63,7 +75,8 @@ class Accelerator(Record):
     """A device that computes. Rates are None until they are measured.
 
     Arithmetic rates are operations per second (a multiply-add counts as two), keyed by dtype ("bfloat16"), or by
-    kind and dtype ("convolution.bfloat16") if a kind has its own rate: matmul, convolution, attention.
+    kind and dtype ("convolution.bfloat16") if a kind has its own rate: matmul, convolution, attention. Those from
+    `multiprocessors` to `kernel_latency` refine the time of a kernel, see `kernel_time`.
     """
 
     name: str
@@ -77,6 +90,12 @@ class Accelerator(Record):
     flash: bool = True  # whether torch has flash attention for it
     arithmetic_rates: dict[str, Rate] = Field(default_factory=dict)
     memory_rate: Rate | None = None  # bytes per second
+    multiprocessors: Positive | None = None
+    clock: Rate | None = None  # hertz, of the multiprocessors
+    tail: Real = 0.0  # of the time in which each multiprocessor computes one tile: how much longer a product takes
+    cache_bytes: Positive | None = None  # of the second-level cache, that of all multiprocessors
+    cache_rate: Rate | None = None  # bytes per second, of that cache
+    kernel_latency: Real = 0.0  # device seconds in which a kernel starts and ends
     link_rate: Rate | None = None  # bytes per second, pinned host memory to device
     link_rate_out: Rate | None = None  # bytes per second, device to pinned host memory; None: as link_rate
     exchange_rate: Rate | None = None  # bytes per second that it sends to other ranks of a process group
@@ -86,6 +105,7 @@ class Accelerator(Record):
     )
     ranks_sharing_weights: Positive = 1  # processes of its computer that share one copy of weights in host memory
     launch_overhead: Real = 0.0  # host seconds for each kernel or copy launched
+    module_overhead: Real = 0.0  # host seconds for each call of a module, with what its Python code does
     streamed_overhead: Real = 0.0  # host seconds to load a streamed layer and use it once, without the launch
     resident_overhead: Real = 0.0  # host seconds for each use of a layer that is already on the device
     channels_last_gains: dict[str, Rate] = Field(default_factory=dict)  # measured speedup, by "role.dtype"
@@ -107,10 +127,28 @@ class Accelerator(Record):
 
     def arithmetic_rate(self, kind: str, dtype: str) -> float | None:
         """Return operations per second for `kind` in `dtype`; the rate of float32 if the dtype has none; else None."""
-        for key in (f"{kind}.{dtype}", dtype, f"{kind}.float32", "float32"):
+        general = "attention" if kind == "efficient-attention" else kind
+        keys = (f"{kind}.{dtype}", f"{general}.{dtype}", dtype, f"{kind}.float32", f"{general}.float32", "float32")
+        for key in keys:
             if key in self.arithmetic_rates:
                 return self.arithmetic_rates[key]
         return None
+
+
+class Amounts(NamedTuple):
+    """What a kernel computes and moves, or a sum over kernels of one kind."""
+
+    operations: int  # a multiply-add counts as two
+    traffic: int  # bytes read and written on the device
+    padding: int = 0  # operations that attention adds by padding its heads
+    exponentials: int = 0  # of attention: one for each score
+    tile_operations: int = 0  # of a matrix product: operations of one tile of its output
+    copied: int = 0  # bytes read and written by copies to another layout, before and after the kernel
+    serial: int = 0  # of a normalization: values that one block reads, one after another
+
+    def plus(self, other: Amounts, times: int = 1) -> Amounts:
+        """Return the sum with `times` kernels of `other`."""
+        return Amounts(*(own + times * more for own, more in zip(self, other, strict=True)))
 
 
 class KernelGroup(Record):
@@ -127,6 +165,17 @@ class KernelGroup(Record):
     # and where these go to other computers, by all cards of this one that do so at the same time
     traffic: Count
     kernels: Positive  # number of kernels
+    padding: Count = 0  # this one and those that follow: as in `Amounts`
+    exponentials: Count = 0
+    tile_operations: Count = 0
+    copied: Count = 0
+    serial: Count = 0
+    module_calls: Count = 0  # calls of modules before each kernel and after the one before it
+
+    @property
+    def amounts(self) -> Amounts:
+        """The sums over its kernels."""
+        return Amounts(*(getattr(self, name) for name in Amounts._fields))
 
 
 class LayerWork(Record):

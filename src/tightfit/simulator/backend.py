@@ -31,7 +31,7 @@ from tightfit.simulator.host_memory import cloning, copy, to_copy
 from tightfit.simulator.native_functions import cuda_kernels
 from tightfit.simulator.operations import NAME, compute, inner, new_like
 from tightfit.simulator.storage import CPU_KEYS, free_dead_tensors, raise_unless_zeros_accepted, store_of, view
-from tightfit.simulator.torch_api import group_norm, offer_generators
+from tightfit.simulator.torch_api import count_module_calls, group_norm, offer_generators
 
 __all__ = ["SIMULATOR_LOCK", "cards_in_use", "use_cards"]
 
@@ -52,6 +52,7 @@ def use_cards(cards: Sequence[SimulatedCard]) -> None:
     _cards[:] = cards
     offer_generators(bool(cards))
     offer_backward(NAME, offered=bool(cards))
+    count_module_calls([card.host for card in cards])
 
 
 def cards_in_use() -> tuple[SimulatedCard, ...]:

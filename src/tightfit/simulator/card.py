@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class SimulatedCard:
 
     def run_kernel(self, work: KernelCost) -> None:
         """Run a kernel: allocate and free its buffers, and add its duration to the current stream."""
+        work = self._after_module_calls(work)
         held = work.held
         if KEEPS_WORKSPACE:
             self._keep(work.workspaces)
@@ -126,12 +128,22 @@ class SimulatedCard:
         return lambda: self.timeline.wait(self.stream, ended)
 
     def repeat(self, work: KernelCost) -> None:
-        """Same as `do`, but without allocating buffers: the caller does that."""
+        """Same as `run_kernel`, of a recorded kernel and without allocating buffers: the caller does that."""
+        work = self._after_module_calls(work)
         for watch in self.kernel_callbacks:
             watch(work)
         self._let_pass(work)
 
+    def _after_module_calls(self, work: KernelCost) -> KernelCost:
+        """Return `work` with the module calls since the last kernel, which count for it from now on."""
+        if not self.host.module_calls:
+            return work
+        counted = dataclasses.replace(work, module_calls=work.module_calls + self.host.module_calls)
+        self.host.module_calls = 0
+        return counted
+
     def _let_pass(self, work: KernelCost) -> None:
+        self.host.now += round(work.module_calls * self.accelerator.module_overhead * self.time_scale * 1e9)
         self.timeline.run(self.stream, "compute", round(duration(work, self.accelerator) * self.time_scale))
         if self.accelerator.is_cpu:  # a CPU computes synchronously instead of launching
             self.record().wait()
@@ -210,9 +222,10 @@ class SimulatedCard:
 
 @dataclass
 class Host:
-    """The launching thread: it runs ahead of the streams until it waits for one. `now` is its time in nanoseconds."""
+    """The launching thread: it runs ahead of the streams until it waits for one."""
 
-    now: int = 0
+    now: int = 0  # nanoseconds
+    module_calls: int = 0  # since it launched the last kernel
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """The cost of one operation on a card: arithmetic, memory traffic, and the bytes its kernel allocates while it runs.
 
 Arithmetic is counted by torch's own `flop_counter` formulas; memory traffic counts each input read and each output
-written once. A kernel takes the longer of the two times, which is the roofline bound. Real kernels are slower: the
-card's rates are multiplied by the efficiency that was measured or is assumed for the kernel.
+written once, in sectors of 32 bytes. `schema/kernel_time.py` says how long that takes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from tightfit.catalog.cuda import product_workspaces
-from tightfit.schema.machine import EXCHANGES, Accelerator, KernelKind
+from tightfit.schema.kernel_time import kernel_seconds
+from tightfit.schema.machine import EXCHANGES, Accelerator, Amounts, KernelKind
 from tightfit.simulator.output_layouts import GROUP_NORM_KEEPS_CHANNELS_LAST, normed_by_cudnn, suggested
 
 __all__ = ["KernelCost", "duration", "kernel_cost_of"]
@@ -27,8 +27,9 @@ _KINDS: dict[Any, KernelKind] = {
     aten.baddbmm: "matmul",
     aten._scaled_mm: "matmul",
     aten.convolution: "convolution",
+    aten.native_group_norm: "normalization",
     aten._scaled_dot_product_cudnn_attention: "attention",
-    aten._scaled_dot_product_efficient_attention: "attention",
+    aten._scaled_dot_product_efficient_attention: "efficient-attention",
     aten._scaled_dot_product_flash_attention: "attention",
     aten._scaled_dot_product_flash_attention_for_cpu: "attention",
 }
@@ -48,22 +49,22 @@ _PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm
 # the first tensor is written without being read
 _OVERWRITES = {aten.copy_, aten.fill_, aten.normal_, aten.uniform_, aten.zero_}
 _HALVES = (torch.float16, torch.bfloat16)
+SECTOR = 32  # bytes: the least that a card reads at a time
+TILE = 128  # rows and columns of the output that a multiprocessor computes at once, in a product
+HEAD = 32  # head dimensions are padded to a multiple of this by flash attention on cards
 
 
 @dataclass(frozen=True)
 class KernelCost:
-    """The cost of one operation: `operations` in FLOP, `bytes` of memory traffic.
-
-    Of an exchange with other ranks, `bytes` are those of `KernelGroup.traffic`.
-    """
+    """The cost of one operation; of an exchange with other ranks, `traffic` is that of `KernelGroup`."""
 
     kind: KernelKind
     dtype: torch.dtype
-    operations: int
-    bytes: int
+    amounts: Amounts
     early: tuple[int, ...] = ()  # bytes of each temporary buffer that is allocated before the outputs
     held: tuple[int, ...] = ()  # … and of each that the kernel allocates after them
-    workspaces: tuple[int, ...] = ()  # bytes, of cuBLAS and cuBLASLt: see
+    workspaces: tuple[int, ...] = ()  # bytes, of cuBLAS and cuBLASLt: see `product_workspaces`
+    module_calls: int = 0  # calls of modules since the kernel before
 
 
 def kernel_cost_of(
@@ -80,37 +81,56 @@ def kernel_cost_of(
     traffic = sum(_touched(tensor) for tensor in (*read, *outputs))
     dtype = outputs[0].dtype if outputs else torch.float32
     early, held = _buffers(op, args, outputs[0], accelerator) if outputs else ((), ())
-    if kind == "memory" or not outputs:
-        return KernelCost("memory", dtype, 0, traffic, early, held)
-    if kind == "attention":
-        operations = _attention_operations(*(tensor.shape for tensor in args[:3]))
-    else:
-        operations = flop_registry[op.overloadpacket](*args, out_val=outputs[0])
     workspaces = _workspaces(op.overloadpacket, args, kwargs, outputs[0], accelerator) if kind == "matmul" else ()
-    return KernelCost(kind, dtype, operations, traffic, early, held, workspaces)
+    amounts = _amounts(op, kind, args, outputs, traffic, accelerator)
+    if kind == "convolution":
+        amounts = amounts._replace(copied=2 * (sum(early) + sum(held)))
+    return KernelCost(kind, dtype, amounts, early, held, workspaces)
+
+
+def _amounts(
+    op: torch._ops.OpOverload,
+    kind: KernelKind,
+    args: tuple[Any, ...],
+    outputs: list[torch.Tensor],
+    traffic: int,
+    accelerator: Accelerator,
+) -> Amounts:
+    if kind == "memory" or not outputs:
+        return Amounts(0, traffic)
+    if kind == "normalization":  # reads its input twice: for mean and variance, and to normalize it
+        _, channels, pixels, groups = args[3:7]
+        return Amounts(0, traffic + _touched(args[0]), serial=channels // groups * pixels)
+    if kind.endswith("attention"):
+        head = 1 if accelerator.is_cpu else HEAD
+        operations, padding, scores = _attention_operations(*(tensor.shape for tensor in args[:3]), head=head)
+        return Amounts(operations, traffic, padding, exponentials=scores)
+    operations = flop_registry[op.overloadpacket](*args, out_val=outputs[0])
+    return Amounts(operations, traffic, tile_operations=TILE * TILE * operations // max(outputs[0].numel(), 1))
 
 
 def duration(work: KernelCost, accelerator: Accelerator) -> int:
     """Nanoseconds that `work` takes at the rates of `accelerator`; an unknown rate counts as no time."""
     if work.kind in EXCHANGES:
-        return round(accelerator.exchange_seconds(work.kind, 1, work.bytes) * 1e9)
-    rate = accelerator.arithmetic_rate(work.kind, str(work.dtype).removeprefix("torch."))
-    arithmetic = work.operations / rate if rate else 0.0
-    memory = work.bytes / accelerator.memory_rate if accelerator.memory_rate else 0.0
-    return round(max(arithmetic, memory) * 1e9)
+        return round(accelerator.exchange_seconds(work.kind, 1, work.amounts.traffic) * 1e9)
+    return round(kernel_seconds(accelerator, work.kind, str(work.dtype).removeprefix("torch."), work.amounts) * 1e9)
 
 
 def _touched(tensor: torch.Tensor) -> int:
-    """Bytes of `tensor` in memory: expanded dimensions are read once."""
-    count = 1
+    """Bytes of `tensor` in memory, in whole sectors: expanded dimensions are read once."""
+    count, smallest = 1, SECTOR
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= length if stride else min(length, 1)
-    return count * tensor.itemsize
+        smallest = min(smallest, stride) if stride and length > 1 else smallest
+    apart = min(smallest, SECTOR // tensor.itemsize) if count > 1 else 1
+    return count * apart * tensor.itemsize
 
 
-def _attention_operations(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
-    """FLOP of the two matrix products: queries with keys, attention weights with values."""
-    return 2 * query[:-2].numel() * query[-2] * key[-2] * (query[-1] + value[-1])
+def _attention_operations(query: torch.Size, key: torch.Size, value: torch.Size, *, head: int) -> tuple[int, int, int]:
+    """FLOP of the products of queries with keys and of weights with values; those that padding adds; scores."""
+    scores = query[:-2].numel() * query[-2] * key[-2]
+    padding = sum(-width % head for width in (query[-1], value[-1]))
+    return 2 * scores * (query[-1] + value[-1]), 2 * scores * padding, scores
 
 
 def _buffers(

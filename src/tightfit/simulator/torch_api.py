@@ -1,21 +1,23 @@
-"""Device features that torch needs beside kernels: generators, autocast, streams, and group norm."""
+"""Device features that torch needs beside kernels: generators, autocast, streams, group norm, and module calls."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._prims_common import suggest_memory_format
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
-from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.simulator.storage import store_of
 
-__all__ = ["Stream", "giving_to", "group_norm", "offer_generators", "register"]
+__all__ = ["Stream", "count_module_calls", "giving_to", "group_norm", "offer_generators", "register"]
 
 
 _torchs = torch.Generator
@@ -43,6 +45,23 @@ class Generator(metaclass=_Kind):
 def offer_generators(offered: bool) -> None:
     """Make `torch.Generator` accept the simulated device from now on, or restore torch's own class."""
     torch.Generator = Generator if offered else _torchs  # type: ignore[misc]
+
+
+_counting: list[RemovableHandle] = []  # of the one hook
+
+
+def count_module_calls(hosts: Iterable[Host]) -> None:
+    """From now on count calls of modules for `hosts`, and for no others."""
+    while _counting:
+        _counting.pop().remove()
+    each = tuple({id(host): host for host in hosts}.values())
+
+    def count(*_: Any) -> None:
+        for host in each:
+            host.module_calls += 1
+
+    if each:
+        _counting.append(register_module_forward_pre_hook(count))
 
 
 _aten = torch.ops.aten

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from tightfit.apply.context_parallel.rank_group import RankGroup
-from tightfit.schema.machine import Exchange
+from tightfit.schema.machine import Amounts, Exchange
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
 
@@ -58,7 +58,9 @@ class SimulatedRankGroup(RankGroup):
         crossing = crossing and not (self._is_here(after) and self._is_here(before))
         self.bytes_sent += tensor.nbytes
         size = max(tensor.nbytes, coming.nbytes)  # of each computer, one rank sends to another at a time
-        return self._card_in_use.run_beside(KernelCost("network-ring" if crossing else "ring", tensor.dtype, 0, size))
+        return self._card_in_use.run_beside(
+            KernelCost("network-ring" if crossing else "ring", tensor.dtype, Amounts(0, size))
+        )
 
     def _started(
         self, sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]
@@ -69,7 +71,7 @@ class SimulatedRankGroup(RankGroup):
             ways = [[tensor for rank, tensor in way if self._is_here(rank) == here] for way in (sent, received)]
             if tensors := [*ways[0], *ways[1]]:
                 size = max(sum(tensor.nbytes for tensor in way) for way in ways)
-                self._card_in_use.run_kernel(KernelCost(kind, tensors[0].dtype, 0, size * cards))
+                self._card_in_use.run_kernel(KernelCost(kind, tensors[0].dtype, Amounts(0, size * cards)))
         return lambda: None
 
     def _is_here(self, rank: int) -> bool:
