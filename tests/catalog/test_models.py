@@ -15,6 +15,7 @@ import torch
 
 from tightfit.catalog.known import known_model, model_called, model_names
 from tightfit.errors import InputError
+from tightfit.run.argument_values import described, dummy_value
 
 FIELDS = {"name", "title", "repository", "source", "pipeline", "options", "request", "components", "absent"}
 FIELDS |= {"request_source", "dtype_source"}
@@ -31,6 +32,9 @@ PUBLISHED = {
     ("flux.1-dev", "transformer"): 11.90 * BILLION,  # flux1-dev.safetensors: 23.80 GB of bfloat16
     ("flux.1-dev", "text_encoder_2"): 4.762 * BILLION,  # its two shards on the hub: 9.52 GB of bfloat16
     ("flux.1-dev", "vae"): 83.82 * MILLION,  # its file on the hub: 167.7 MB of bfloat16
+    ("flux.1-schnell", "transformer"): 23_782_357_120 / 2,  # bytes of its weights, by their index on the hub
+    ("flux.1-kontext-dev", "transformer"): 12 * BILLION,  # the model card
+    ("flux.1-krea-dev", "transformer"): 12 * BILLION,  # the model card
     ("sdxl", "unet"): 5_135_149_760 / 2,  # bytes of diffusion_pytorch_model.fp16.safetensors
     ("sdxl", "text_encoder+text_encoder_2"): 817 * MILLION,  # arxiv.org/abs/2307.01952, table 1
     ("sd-1.5", "unet"): 3_438_167_536 / 4,  # bytes of diffusion_pytorch_model.safetensors, float32
@@ -132,9 +136,12 @@ def test_a_file_is_well_formed(model: str) -> None:
     assert facts["source"] == f"https://huggingface.co/{facts['repository']}"
     request = dict(facts["request"])
     guidance = request.pop("guidance", None)
-    arguments = request.pop("arguments", {})  # of those who guide by two passes if there is a negative prompt
+    arguments = request.pop("arguments", {})
     assert isinstance(arguments.get("true_cfg_scale") if guidance is None else guidance, float)
-    assert set(arguments) in (set(), {"negative_prompt", "true_cfg_scale"})
+    taken = inspect.signature(class_of({"library": "diffusers", "class": facts["pipeline"]}).__call__).parameters
+    assert set(arguments) <= set(taken)
+    for name, value in arguments.items():  # as a request describes them, so that a value can be made up
+        assert described(name, dummy_value(value)) == value
     assert set(request) - {"frames"} == REQUEST
     assert all(isinstance(number, int) and number > 0 for number in request.values())
     for component in facts["components"].values():
