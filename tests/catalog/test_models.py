@@ -44,6 +44,11 @@ PUBLISHED = {
     ("sd3.5-large", "transformer"): 8.1 * BILLION,  # stability.ai/news/introducing-stable-diffusion-3-5
     ("flux.2-dev", "transformer"): 32 * BILLION,  # the model card
     ("flux.2-dev", "text_encoder"): 24.01 * BILLION,  # the hub's count for Mistral-Small-3.2-24B-Instruct-2506
+    ("flux.2-klein-4b", "transformer"): 3.875 * BILLION,  # flux-2-klein-4b.safetensors: 7.75 GB of bfloat16
+    ("flux.2-klein-9b", "transformer"): 9 * BILLION,  # the model's name
+    ("flux.2-klein-9b", "text_encoder"): 8.2 * BILLION,  # the model card of Qwen3-8B
+    ("z-image", "text_encoder"): 4.0 * BILLION,  # the model card of Qwen3-4B, without its output layer
+    ("z-image-turbo", "transformer"): 6.15 * BILLION,  # z_image_turbo_bf16.safetensors: 12.3 GB of bfloat16
     ("qwen-image", "transformer"): 20.43 * BILLION,  # its nine shards on the hub: 40.86 GB of bfloat16
     ("qwen-image", "text_encoder"): 8.29 * BILLION,  # the hub's count for Qwen2.5-VL-7B-Instruct
     ("sana-1.6b", "transformer"): 1.6 * BILLION,  # arxiv.org/abs/2410.10629
@@ -125,7 +130,7 @@ def test_an_unknown_model_comes_with_the_nearest(name: str) -> None:
 
 
 def test_there_are_models() -> None:
-    assert len(MODELS) >= 19
+    assert len(MODELS) >= 26
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
