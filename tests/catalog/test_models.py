@@ -50,6 +50,8 @@ PUBLISHED = {
     ("z-image", "text_encoder"): 4.0 * BILLION,  # the model card of Qwen3-4B, without its output layer
     ("z-image-turbo", "transformer"): 6.15 * BILLION,  # z_image_turbo_bf16.safetensors: 12.3 GB of bfloat16
     ("qwen-image", "transformer"): 20.43 * BILLION,  # its nine shards on the hub: 40.86 GB of bfloat16
+    ("qwen-image-edit-2511", "transformer"): 20.43 * BILLION,  # qwen_image_edit_2511_bf16.safetensors: 40.86 GB
+    ("qwen-image-layered", "transformer"): 20.43 * BILLION,  # qwen_image_layered_bf16.safetensors: 40.86 GB
     ("qwen-image", "text_encoder"): 8.29 * BILLION,  # the hub's count for Qwen2.5-VL-7B-Instruct
     ("sana-1.6b", "transformer"): 1.6 * BILLION,  # arxiv.org/abs/2410.10629
     ("sana-1.6b", "text_encoder"): 2.61 * BILLION,  # the hub's count for google/gemma-2-2b-it
@@ -130,7 +132,7 @@ def test_an_unknown_model_comes_with_the_nearest(name: str) -> None:
 
 
 def test_there_are_models() -> None:
-    assert len(MODELS) >= 26
+    assert len(MODELS) >= 29
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))

@@ -10,11 +10,13 @@ import diffusers
 import pytest
 import torch
 import transformers
+from PIL import Image
 from torch import nn
 
 from tightfit.catalog.known import known_model
 from tightfit.checkpoint.loading import quietly
-from tightfit.measure.build_models import StandInTokenizer, build_network, build_part
+from tightfit.measure.build_models import build_network, build_part
+from tightfit.measure.dummy_tokenizers import StandInProcessor, StandInTokenizer
 
 
 class Strict(transformers.T5EncoderModel):  # type: ignore[misc]
@@ -93,6 +95,27 @@ def test_a_padded_prompt_leaves_something_to_pad(padding: bool | str, length: in
     tokens = StandInTokenizer(model_max_length=length)(["a cat", "a dog"], padding=padding)
     assert tokens.input_ids.shape == tokens.attention_mask.shape == (2, min(length, 77))
     assert tokens.attention_mask.sum(dim=1).tolist() == [counted] * 2
+
+
+@pytest.mark.parametrize("size", [(64, 64), (5, 8), (200, 40), (300, 600), (57, 43)])
+@pytest.mark.parametrize("pictures", [1, 2])
+def test_pictures_take_as_many_tokens_as_with_the_published_processor(size: tuple[int, int], pictures: int) -> None:
+    sizes = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 32 * 32, "max_pixels": 128 * 96}
+    images = [Image.new("RGB", size) for _ in range(pictures)]
+    published = transformers.Qwen2VLImageProcessor(**sizes)(images, return_tensors="pt")
+    found = StandInProcessor(**sizes, image_token_id=9)(["a cat"], images=images if pictures > 1 else images[0])
+    assert found["pixel_values"].shape == published["pixel_values"].shape
+    assert torch.equal(found["image_grid_thw"], published["image_grid_thw"])
+    tokens = int(published["image_grid_thw"].prod(dim=1).sum()) // 4
+    assert (found["input_ids"] == 9).sum() == tokens
+    assert found["input_ids"].shape == found["attention_mask"].shape == (1, 77 + tokens)
+
+
+def test_a_processor_without_pictures_is_a_tokenizer() -> None:
+    sizes = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 1024, "max_pixels": 2048}
+    found = StandInProcessor(**sizes, image_token_id=9, model_max_length=8)("a cat", padding="max_length")
+    assert set(found) == {"input_ids", "attention_mask"}
+    assert found["input_ids"].shape == (1, 8)
 
 
 class Positions(nn.Module):
