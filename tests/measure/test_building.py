@@ -17,6 +17,8 @@ from tightfit.catalog.known import known_model
 from tightfit.checkpoint.loading import quietly
 from tightfit.measure.build_models import build_network, build_part
 from tightfit.measure.dummy_tokenizers import StandInProcessor, StandInTokenizer
+from tightfit.run.simulate import pipeline_for
+from tightfit.schema.request import Request
 
 
 class Strict(transformers.T5EncoderModel):  # type: ignore[misc]
@@ -81,6 +83,12 @@ def test_t5_takes_two_bytes_a_parameter_in_bfloat16_and_more_in_float16() -> Non
     half = part.model_copy(update={"dtype": "float16"})
     layers, wide = part.config["num_layers"], part.config["d_model"] * part.config["d_ff"]
     assert weight_bytes(build_part("text_encoder_2", half)) == 2 * part.parameters + 2 * layers * wide
+
+
+def test_no_notice_of_diffusers_is_passed_on_while_a_known_model_is_built() -> None:
+    """Chroma's network uses a class that diffusers deprecates; warnings are errors here."""
+    pipe, _ = pipeline_for("chroma1-hd", Request(), None)
+    assert type(pipe).__name__ == "ChromaPipeline"
 
 
 def weight_bytes(network: nn.Module) -> int:

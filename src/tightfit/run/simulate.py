@@ -156,7 +156,8 @@ def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Reques
         return build_folder(model, dtype or getattr(torch, stored_dtype(model.components))), Request()
     if isinstance(model, str):
         known = known_model(model)
-        return build_known(known, dtype), known.request
+        with quietly():  # diffusers' notices on classes that its own networks still use
+            return build_known(known, dtype), known.request
     return model, Request()
 
 
