@@ -61,6 +61,8 @@ PUBLISHED = {
     ("sana-1.6b", "transformer"): 1.6 * BILLION,  # arxiv.org/abs/2410.10629
     ("sana-1.6b", "text_encoder"): 2.61 * BILLION,  # the hub's count for google/gemma-2-2b-it
     ("sana-1.6b", "vae"): 1_249_001_100 / 4,  # bytes of values in its float32 file on the hub
+    ("sana-sprint-1.6b", "transformer"): 1.6 * BILLION,  # the model's name
+    ("playground-v2.5", "unet"): 5_135_149_760 / 2,  # the same network as Stable Diffusion XL's
     ("pixart-sigma", "transformer"): 2_443_492_488 / 4,  # bytes of the 512 model's float32 file, the same network
     ("cogvideox-2b", "transformer"): 1.69 * BILLION,  # the hub's count
     ("cogvideox-5b", "transformer"): 5_570_283_072,  # a full fine-tuning log in cogvideox-factory's README
@@ -137,7 +139,7 @@ def test_an_unknown_model_comes_with_the_nearest(name: str) -> None:
 
 
 def test_there_are_models() -> None:
-    assert len(MODELS) >= 35
+    assert len(MODELS) >= 41
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
