@@ -56,6 +56,7 @@ PUBLISHED = {
     ("z-image-turbo", "transformer"): 6.15 * BILLION,  # z_image_turbo_bf16.safetensors: 12.3 GB of bfloat16
     ("qwen-image", "transformer"): 20.43 * BILLION,  # its nine shards on the hub: 40.86 GB of bfloat16
     ("qwen-image-edit-2511", "transformer"): 20.43 * BILLION,  # qwen_image_edit_2511_bf16.safetensors: 40.86 GB
+    ("qwen-image-2512", "transformer"): 20.43 * BILLION,  # qwen_image_2512_fp8_e4m3fn.safetensors: 20.43 GB of float8
     ("qwen-image-layered", "transformer"): 20.43 * BILLION,  # qwen_image_layered_bf16.safetensors: 40.86 GB
     ("qwen-image", "text_encoder"): 8.29 * BILLION,  # the hub's count for Qwen2.5-VL-7B-Instruct
     ("sana-1.6b", "transformer"): 1.6 * BILLION,  # arxiv.org/abs/2410.10629
@@ -139,7 +140,7 @@ def test_an_unknown_model_comes_with_the_nearest(name: str) -> None:
 
 
 def test_there_are_models() -> None:
-    assert len(MODELS) >= 41
+    assert len(MODELS) >= 43
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
