@@ -21,7 +21,7 @@ from tightfit.run.argument_values import described, dummy_value
 FIELDS = {"name", "title", "repository", "source", "pipeline", "options", "request", "components", "absent"}
 FIELDS |= {"request_source", "dtype_source"}
 PLACES = ("https://", "diffusers 0.42.1, ", "from memory")  # what a source names, one of them at least
-REQUEST = {"height", "width", "steps"}
+SIZES = {"height": "height", "width": "width", "frames": "num_frames", "steps": "num_inference_steps"}
 NETWORK = {"library", "class", "dtype", "config", "parameters", "source"}
 OTHER = {"library", "class", "config", "source"}  # tokenizers and schedulers: nothing to count
 LIBRARIES = {"diffusers", "transformers"}
@@ -75,9 +75,14 @@ PUBLISHED = {
     ("wan-2.1-14b", "vae"): 127 * MILLION,  # arxiv.org/abs/2503.20314
     ("wan-2.1-1.3b", "transformer"): 1.42 * BILLION,  # the hub's count
     ("wan-2.2-a14b", "transformer+transformer_2"): 28.6 * BILLION,  # two experts, each the hub's 14.3 billion
+    ("wan-2.1-i2v-14b-480p", "transformer"): 16.4 * BILLION,  # the hub's count for city96/Wan2.1-I2V-14B-480P-gguf
+    ("wan-2.1-i2v-14b-720p", "transformer"): 32.8 * BILLION / 2,  # bytes of Comfy-Org's bfloat16 file on the hub
+    ("wan-2.2-animate-14b", "transformer"): 69.1 * BILLION / 4,  # bytes of its 15 shards on the hub, float32
+    ("wan-2.2-animate-14b", "image_encoder"): 1.26 * BILLION / 2,  # bytes of model.safetensors, bfloat16
     ("wan-2.2-5b", "transformer"): 5 * BILLION,  # the model card
     ("wan-2.2-5b", "vae"): 705 * MILLION,  # Wan2.2_VAE.pth: 2.82 GB of float32
     ("hunyuanvideo", "transformer"): 12.82 * BILLION,  # its six shards on the hub: 25.64 GB of bfloat16
+    ("hunyuanvideo-1.5", "transformer"): 8.3 * BILLION,  # the model card
     ("mochi-1", "transformer"): 10 * BILLION,  # the model card
 }
 
@@ -149,16 +154,6 @@ def test_a_file_is_well_formed(model: str) -> None:
     assert set(facts) == FIELDS | ({"options_source"} if facts["options"] else set())
     assert facts["name"] == model
     assert facts["source"] == f"https://huggingface.co/{facts['repository']}"
-    request = dict(facts["request"])
-    guidance = request.pop("guidance", None)
-    arguments = request.pop("arguments", {})
-    assert isinstance(arguments.get("true_cfg_scale") if guidance is None else guidance, float)
-    taken = inspect.signature(class_of({"library": "diffusers", "class": facts["pipeline"]}).__call__).parameters
-    assert set(arguments) <= set(taken)
-    for name, value in arguments.items():  # as a request describes them, so that a value can be made up
-        assert described(name, dummy_value(value)) == value
-    assert set(request) - {"frames"} == REQUEST
-    assert all(isinstance(number, int) and number > 0 for number in request.values())
     for component in facts["components"].values():
         assert set(component) in (NETWORK, OTHER)
         assert component["library"] in LIBRARIES
@@ -166,6 +161,23 @@ def test_a_file_is_well_formed(model: str) -> None:
         assert component.get("dtype", "float32") in DTYPES
         assert isinstance(component["config"], dict)
         assert not [key for key in component["config"] if key.startswith("_")]
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_the_usual_request_is_one_of_the_pipeline(model: str) -> None:
+    """Of each field that the pipeline's call takes; inputs under its own names, of kinds and sizes that can be made."""
+    facts = MODELS[model]
+    taken = inspect.signature(class_of({"library": "diffusers", "class": facts["pipeline"]}).__call__).parameters
+    request = dict(facts["request"])
+    guidance = request.pop("guidance", None)
+    arguments = request.pop("arguments", {})
+    if "guidance_scale" in taken:  # some guide by two passes if there is a negative prompt, under another name
+        assert isinstance(arguments.get("true_cfg_scale") if guidance is None else guidance, float)
+    assert set(request) == {field for field, name in SIZES.items() if name in taken}
+    assert all(isinstance(number, int) and number > 0 for number in request.values())
+    assert set(arguments) <= set(taken)
+    for name, described_as in arguments.items():
+        assert described(name, dummy_value(described_as)) == described_as
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))

@@ -91,6 +91,13 @@ def test_no_notice_of_diffusers_is_passed_on_while_a_known_model_is_built() -> N
     assert type(pipe).__name__ == "ChromaPipeline"
 
 
+def test_an_image_processor_is_the_library_s_own() -> None:
+    model = known_model("wan-2.1-i2v-14b-480p")
+    processor = build_part("image_processor", model.components["image_processor"])
+    given = processor(images=Image.new("RGB", (832, 480)), return_tensors="pt")
+    assert given.pixel_values.shape == (1, 3, 224, 224)
+
+
 def weight_bytes(network: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in network.parameters())
 

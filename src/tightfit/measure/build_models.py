@@ -39,18 +39,19 @@ def build_known(model: KnownModel, dtype: torch.dtype | None = None) -> Any:
 
 
 def build_part(name: str, part: KnownComponent, dtype: torch.dtype | None = None) -> Any:
-    """Return the component `name`: a network with large tensors on "meta", a stand-in tokenizer, or a scheduler.
+    """Return the component `name`: a network with large tensors on "meta", a stand-in tokenizer, or the part itself.
 
-    ModelError where the library has no such class.
+    Schedulers, image processors and guiders are the library's own. ModelError where the library has no such class.
     """
-    if "tokenizer" in name or part.class_name.endswith(("Tokenizer", "Processor")):
+    tokens = part.class_name.endswith(("Tokenizer", "Processor")) and not part.class_name.endswith("ImageProcessor")
+    if "tokenizer" in name or tokens:
         return (StandInProcessor if "patch_size" in part.config else StandInTokenizer)(**part.config)
     library = {"diffusers": diffusers, "transformers": transformers}[part.library]
     kind = getattr(library, part.class_name, None)
     if kind is None:
         raise ModelError(f"{part.library} has no {part.class_name}: a newer version may", name=name)
     if part.dtype is None:
-        return kind.from_config(part.config)
+        return kind(**part.config) if library is transformers else kind.from_config(part.config)
     config = kind.config_class(**part.config) if library is transformers else part.config
     return build_network(
         lambda: kind(config) if library is transformers else kind.from_config(config),
