@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import re
@@ -16,6 +15,7 @@ import torch
 from tightfit.catalog.known import known_model, model_called, model_names
 from tightfit.checkpoint.loading import quietly
 from tightfit.errors import InputError
+from tightfit.measure.build_models import part_class
 from tightfit.run.argument_values import described, dummy_value
 
 FIELDS = {"name", "title", "repository", "source", "pipeline", "options", "request", "components", "absent"}
@@ -24,7 +24,7 @@ PLACES = ("https://", "diffusers 0.42.1, ", "from memory")  # what a source name
 SIZES = {"height": "height", "width": "width", "frames": "num_frames", "steps": "num_inference_steps"}
 NETWORK = {"library", "class", "dtype", "config", "parameters", "source"}
 OTHER = {"library", "class", "config", "source"}  # tokenizers and schedulers: nothing to count
-LIBRARIES = {"diffusers", "transformers"}
+LIBRARIES = {"diffusers", "transformers", "ltx2"}
 DTYPES = {"float32", "float16", "bfloat16"}
 BILLION, MILLION = 10**9, 10**6
 
@@ -83,6 +83,10 @@ PUBLISHED = {
     ("wan-2.2-5b", "vae"): 705 * MILLION,  # Wan2.2_VAE.pth: 2.82 GB of float32
     ("hunyuanvideo", "transformer"): 12.82 * BILLION,  # its six shards on the hub: 25.64 GB of bfloat16
     ("hunyuanvideo-1.5", "transformer"): 8.3 * BILLION,  # the model card
+    ("skyreels-v2-i2v-14b", "image_encoder"): 632 * MILLION,  # arxiv.org/abs/2010.11929, table 1: ViT-H
+    ("svd-xt", "unet"): 3.05 * BILLION / 2,  # bytes of diffusion_pytorch_model.fp16.safetensors
+    ("ltx-2", "transformer"): 19 * BILLION,  # ltx-2-19b-dev.safetensors, by its name
+    ("ltx-2", "text_encoder"): 12.2 * BILLION,  # the hub's count for google/gemma-3-12b-it
     ("mochi-1", "transformer"): 10 * BILLION,  # the model card
 }
 
@@ -108,7 +112,9 @@ NETWORKS = [(model, name) for model, name in COMPONENTS if "parameters" in MODEL
 
 
 def class_of(component: dict[str, Any]) -> Any:
-    return getattr(importlib.import_module(component["library"]), component["class"])
+    made = part_class(component["library"], component["class"])
+    assert made is not None, component["class"]
+    return made
 
 
 @cache
@@ -117,9 +123,9 @@ def built(library: str, name: str, config: str) -> torch.nn.Module:
     made = class_of({"library": library, "class": name})
     with quietly(), torch.device("meta"):
         network = (
-            made.from_config(json.loads(config))
-            if library == "diffusers"
-            else made(made.config_class(**json.loads(config)))
+            made(made.config_class(**json.loads(config)))
+            if library == "transformers"
+            else made.from_config(json.loads(config))
         )
     assert isinstance(network, torch.nn.Module)
     return network
@@ -207,7 +213,7 @@ def test_the_components_are_those_of_the_pipeline(model: str) -> None:
 def test_a_class_exists_and_knows_every_key(model: str, name: str) -> None:
     component = MODELS[model]["components"][name]
     made = class_of(component)
-    if component["library"] == "diffusers":
+    if component["library"] != "transformers":
         assert set(component["config"]) <= set(inspect.signature(made.__init__).parameters)
         if "parameters" not in component:
             made.from_config(component["config"])

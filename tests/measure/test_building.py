@@ -133,6 +133,12 @@ def test_a_processor_without_pictures_is_a_tokenizer() -> None:
     assert found["input_ids"].shape == (1, 8)
 
 
+def test_a_prompt_in_a_long_template_has_more_tokens() -> None:
+    """Pipelines cut the template's tokens off, and nothing would be left of 77."""
+    assert StandInTokenizer()("a cat " * 100, padding=True).input_ids.shape == (1, 150)
+    assert StandInTokenizer()("a cat " * 100, padding=True, max_length=100).input_ids.shape == (1, 100)
+
+
 class Positions(nn.Module):
     """Tables as diffusers' position embeddings make them: of a few numbers, and then large."""
 

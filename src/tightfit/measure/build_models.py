@@ -23,7 +23,7 @@ from tightfit.catalog.known import KnownComponent, KnownModel
 from tightfit.errors import ModelError
 from tightfit.measure.dummy_tokenizers import StandInProcessor, StandInTokenizer
 
-__all__ = ["LARGE", "build_known", "build_network", "build_part"]
+__all__ = ["LARGE", "build_known", "build_network", "build_part", "part_class"]
 
 LARGE = 2**14  # elements
 HUGE = 2**22  # elements, of a table that a network computes by itself
@@ -46,17 +46,26 @@ def build_part(name: str, part: KnownComponent, dtype: torch.dtype | None = None
     tokens = part.class_name.endswith(("Tokenizer", "Processor")) and not part.class_name.endswith("ImageProcessor")
     if "tokenizer" in name or tokens:
         return (StandInProcessor if "patch_size" in part.config else StandInTokenizer)(**part.config)
-    library = {"diffusers": diffusers, "transformers": transformers}[part.library]
-    kind = getattr(library, part.class_name, None)
+    kind = part_class(part.library, part.class_name)
     if kind is None:
         raise ModelError(f"{part.library} has no {part.class_name}: a newer version may", name=name)
+    theirs = part.library == "transformers"
     if part.dtype is None:
-        return kind(**part.config) if library is transformers else kind.from_config(part.config)
-    config = kind.config_class(**part.config) if library is transformers else part.config
+        return kind(**part.config) if theirs else kind.from_config(part.config)
+    config = kind.config_class(**part.config) if theirs else part.config
     return build_network(
-        lambda: kind(config) if library is transformers else kind.from_config(config),
+        lambda: kind(config) if theirs else kind.from_config(config),
         dtype or getattr(torch, part.dtype),
     )
+
+
+def part_class(library: str, name: str) -> Any:
+    """Return the class `name` of diffusers, of transformers, or of diffusers' pipelines of a family; None if missing.
+
+    The libraries are named as in a pipeline's model_index.json: "ltx2" for `diffusers.pipelines.ltx2`.
+    """
+    known = {"diffusers": diffusers, "transformers": transformers}
+    return getattr(known.get(library) or getattr(diffusers.pipelines, library, None), name, None)
 
 
 def build_network(make: Callable[[], nn.Module], dtype: torch.dtype, most: int | None = None) -> nn.Module:

@@ -13,6 +13,7 @@ import transformers
 __all__ = ["StandInProcessor", "StandInTokenizer"]
 
 PROMPT_TOKENS = 77  # number of tokens of a prompt that is not padded to a fixed length
+CHARACTERS = 4  # of a token, about: a prompt within a long template has more tokens
 
 
 class StandInTokenizer:
@@ -37,11 +38,12 @@ class StandInTokenizer:
         self, text: Any = None, *, padding: Any = False, max_length: int | None = None, **_: Any
     ) -> transformers.BatchEncoding:
         """Return `input_ids` and `attention_mask`, int64 of shape (texts, tokens)."""
-        count = 1 if text is None or isinstance(text, str) else len(text)
+        texts = [text] if text is None or isinstance(text, str) else text
         longest = max_length or self.model_max_length
         padded = padding == "max_length"
-        tokens = longest if padded else min(PROMPT_TOKENS, longest)
-        ids = torch.full((count, tokens), 5, dtype=torch.int64)
+        most = max((len(each) // CHARACTERS for each in texts if isinstance(each, str)), default=0)
+        tokens = longest if padded else min(max(PROMPT_TOKENS, most), longest)
+        ids = torch.full((len(texts), tokens), 5, dtype=torch.int64)
         mask = torch.ones_like(ids)
         ids[:, -1] = self.eos_token_id
         if padded and tokens > 1:

@@ -140,7 +140,8 @@ class SimulationRun:
 
     def _make_up(self, given: Mapping[str, Any]) -> None:
         pictures, left = dummy_inputs(self.pipe, self.request, given)
-        arguments = call_arguments(self.pipe, Prompt(PROMPT, seed=0), left)
+        prompted = "prompt" in inspect.signature(type(self.pipe).__call__).parameters
+        arguments = call_arguments(self.pipe, Prompt(PROMPT, seed=0) if prompted else None, left)
         self.pipe(**arguments | pictures | {"output_type": "pt"} | dict(given))
 
     def find_unable(self, log: CallLog) -> set[tuple[str, str]]:
