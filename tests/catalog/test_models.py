@@ -151,7 +151,7 @@ def test_an_unknown_model_comes_with_the_nearest(name: str) -> None:
 
 
 def test_there_are_models() -> None:
-    assert len(MODELS) >= 43
+    assert len(MODELS) >= 60
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
