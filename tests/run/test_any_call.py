@@ -303,7 +303,7 @@ def test_a_pipeline_without_a_prompt_is_measured_too() -> None:
     """Of Stable Video Diffusion, from a made-up picture."""
     (case,) = (case for case in unets_motion.CASES if case.name == "StableVideoDiffusion")
     footprint = Measurer(case.make()).measure(Request(height=PIXELS, width=PIXELS, frames=FRAMES, steps=2))
-    assert [phase.name for phase in footprint.phases] == ["encode", "denoise", "decode"]
+    assert [phase.name for phase in footprint.phases] == ["encode", "encode inputs", "denoise", "decode"]
 
 
 def test_what_a_call_leaves_out_though_it_is_usual_is_left_out_of_the_request_too() -> None:
