@@ -10,11 +10,15 @@ import diffusers
 import pytest
 import torch
 import transformers
+from PIL import Image
 from torch import nn
 
 from tightfit.catalog.known import known_model
 from tightfit.checkpoint.loading import quietly
-from tightfit.measure.build_models import StandInTokenizer, build_network, build_part
+from tightfit.measure.build_models import build_network, build_part
+from tightfit.measure.dummy_tokenizers import StandInProcessor, StandInTokenizer
+from tightfit.run.simulate import pipeline_for
+from tightfit.schema.request import Request
 
 
 class Strict(transformers.T5EncoderModel):  # type: ignore[misc]
@@ -81,6 +85,19 @@ def test_t5_takes_two_bytes_a_parameter_in_bfloat16_and_more_in_float16() -> Non
     assert weight_bytes(build_part("text_encoder_2", half)) == 2 * part.parameters + 2 * layers * wide
 
 
+def test_no_notice_of_diffusers_is_passed_on_while_a_known_model_is_built() -> None:
+    """Chroma's network uses a class that diffusers deprecates; warnings are errors here."""
+    pipe, _ = pipeline_for("chroma1-hd", Request(), None)
+    assert type(pipe).__name__ == "ChromaPipeline"
+
+
+def test_an_image_processor_is_the_library_s_own() -> None:
+    model = known_model("wan-2.1-i2v-14b-480p")
+    processor = build_part("image_processor", model.components["image_processor"])
+    given = processor(images=Image.new("RGB", (832, 480)), return_tensors="pt")
+    assert given.pixel_values.shape == (1, 3, 224, 224)
+
+
 def weight_bytes(network: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in network.parameters())
 
@@ -93,6 +110,33 @@ def test_a_padded_prompt_leaves_something_to_pad(padding: bool | str, length: in
     tokens = StandInTokenizer(model_max_length=length)(["a cat", "a dog"], padding=padding)
     assert tokens.input_ids.shape == tokens.attention_mask.shape == (2, min(length, 77))
     assert tokens.attention_mask.sum(dim=1).tolist() == [counted] * 2
+
+
+@pytest.mark.parametrize("size", [(64, 64), (5, 8), (200, 40), (300, 600), (57, 43)])
+@pytest.mark.parametrize("pictures", [1, 2])
+def test_pictures_take_as_many_tokens_as_with_the_published_processor(size: tuple[int, int], pictures: int) -> None:
+    sizes = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 32 * 32, "max_pixels": 128 * 96}
+    images = [Image.new("RGB", size) for _ in range(pictures)]
+    published = transformers.Qwen2VLImageProcessor(**sizes)(images, return_tensors="pt")
+    found = StandInProcessor(**sizes, image_token_id=9)(["a cat"], images=images if pictures > 1 else images[0])
+    assert found["pixel_values"].shape == published["pixel_values"].shape
+    assert torch.equal(found["image_grid_thw"], published["image_grid_thw"])
+    tokens = int(published["image_grid_thw"].prod(dim=1).sum()) // 4
+    assert (found["input_ids"] == 9).sum() == tokens
+    assert found["input_ids"].shape == found["attention_mask"].shape == (1, 77 + tokens)
+
+
+def test_a_processor_without_pictures_is_a_tokenizer() -> None:
+    sizes = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 1024, "max_pixels": 2048}
+    found = StandInProcessor(**sizes, image_token_id=9, model_max_length=8)("a cat", padding="max_length")
+    assert set(found) == {"input_ids", "attention_mask"}
+    assert found["input_ids"].shape == (1, 8)
+
+
+def test_a_prompt_in_a_long_template_has_more_tokens() -> None:
+    """Pipelines cut the template's tokens off, and nothing would be left of 77."""
+    assert StandInTokenizer()("a cat " * 100, padding=True).input_ids.shape == (1, 150)
+    assert StandInTokenizer()("a cat " * 100, padding=True, max_length=100).input_ids.shape == (1, 100)
 
 
 class Positions(nn.Module):

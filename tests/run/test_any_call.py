@@ -20,12 +20,14 @@ import recipes
 import tightfit
 from inspection import assert_same, imprint
 from more_pipelines import MORE_CASES
+from recipes import unets_motion
 from simulator.conftest import MakeCards
 from tightfit import BudgetTooSmall, PlanError, RequestError
 from tightfit.run.argument_values import Given, described, dummy_value
 from tightfit.run.call_arguments import Prompt, call_arguments, request_of, shape_of
 from tightfit.run.footprints import Measurer
-from tiny_pipelines import CASES, run
+from tightfit.schema.request import Request
+from tiny_pipelines import CASES, FRAMES, PIXELS, run
 
 MIB = 2**20
 TINY = {case.name: case for case in CASES}
@@ -295,6 +297,13 @@ def test_a_clip_to_start_from_says_itself_how_many_frames_it_has() -> None:
     assert request is not None
     assert request.frames == len(case.call()["video"])
     assert "num_frames" not in call_arguments(pipe, Prompt("a fox", seed=0), request)
+
+
+def test_a_pipeline_without_a_prompt_is_measured_too() -> None:
+    """Of Stable Video Diffusion, from a made-up picture."""
+    (case,) = (case for case in unets_motion.CASES if case.name == "StableVideoDiffusion")
+    footprint = Measurer(case.make()).measure(Request(height=PIXELS, width=PIXELS, frames=FRAMES, steps=2))
+    assert [phase.name for phase in footprint.phases] == ["encode", "encode inputs", "denoise", "decode"]
 
 
 def test_what_a_call_leaves_out_though_it_is_usual_is_left_out_of_the_request_too() -> None:

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tightfit
 from a_few import a_few
 from tightfit import Request, fit, measure_footprint
-from tightfit.catalog.known import known_card, model_names
+from tightfit.catalog.known import known_card, known_model, model_names
 from tightfit.errors import InputError, PlanError, RequestError
 from tightfit.measure.meta_copy import fingerprint
 from tightfit.measure.modules import find_blocks, find_components
@@ -164,7 +164,7 @@ def test_peaks_are_those_of_a_rehearsal(model: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", model_names())
 def test_every_known_model_runs_from_encode_to_decode(name: str) -> None:
-    footprint = measure_footprint(name, {"steps": 3})
+    footprint = measure_footprint(name, {"steps": min(3, known_model(name).request.steps or 3)})  # Sana-Sprint: two
     assert [phase.name for phase in footprint.phases] == ["encode", "denoise", "decode"]
     worked = {done.component for phase in footprint.phases for done in phase.calls}
     assert worked <= {component.name for component in footprint.components}
@@ -374,8 +374,9 @@ def test_pictures_to_start_from_are_stood_in_for(name: str, frames: int | None) 
     )
     phases = [phase.name for phase in small.phases]
     assert phases.index("denoise") > phases.index("encode")
-    autoencoded = [done for phase in small.phases for done in phase.calls if done.method == "encode"]
-    assert {done.component for done in autoencoded} == {"vae"}
+    autoencoded = [phase for phase in small.phases if phase.name == "encode inputs"]
+    kinds = {(done.component, done.method) for phase in autoencoded for done in phase.calls}
+    assert kinds == {("vae", "encode")}  # alone, so that it can be measured in strips
     assert small.phases[-1].peak < large.phases[-1].peak
 
 

@@ -1,7 +1,7 @@
 """Known models and their components → the same pipeline without weights: networks have shapes only.
 
 Networks are built from their configurations, with large tensors on torch's "meta" device, which has no memory.
-Tokenizers of known models are replaced: the number of tokens of a prompt matters, the tokens themselves do not.
+Tokenizers and processors of known models are replaced (`measure/dummy_tokenizers.py`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import diffusers
@@ -22,12 +21,12 @@ from torch.utils._pytree import tree_map_only
 
 from tightfit.catalog.known import KnownComponent, KnownModel
 from tightfit.errors import ModelError
+from tightfit.measure.dummy_tokenizers import StandInProcessor, StandInTokenizer
 
-__all__ = ["LARGE", "StandInTokenizer", "build_known", "build_network", "build_part"]
+__all__ = ["LARGE", "build_known", "build_network", "build_part", "part_class"]
 
 LARGE = 2**14  # elements
 HUGE = 2**22  # elements, of a table that a network computes by itself
-PROMPT_TOKENS = 77  # number of tokens of a prompt that is not padded to a fixed length
 
 
 def build_known(model: KnownModel, dtype: torch.dtype | None = None) -> Any:
@@ -40,23 +39,33 @@ def build_known(model: KnownModel, dtype: torch.dtype | None = None) -> Any:
 
 
 def build_part(name: str, part: KnownComponent, dtype: torch.dtype | None = None) -> Any:
-    """Return the component `name`: a network with large tensors on "meta", a stand-in tokenizer, or a scheduler.
+    """Return the component `name`: a network with large tensors on "meta", a stand-in tokenizer, or the part itself.
 
-    ModelError where the library has no such class.
+    Schedulers, image processors and guiders are the library's own. ModelError where the library has no such class.
     """
-    if "tokenizer" in name or part.class_name.endswith(("Tokenizer", "Processor")):
-        return StandInTokenizer(**part.config)
-    library = {"diffusers": diffusers, "transformers": transformers}[part.library]
-    kind = getattr(library, part.class_name, None)
+    tokens = part.class_name.endswith(("Tokenizer", "Processor")) and not part.class_name.endswith("ImageProcessor")
+    if "tokenizer" in name or tokens:
+        return (StandInProcessor if "patch_size" in part.config else StandInTokenizer)(**part.config)
+    kind = part_class(part.library, part.class_name)
     if kind is None:
         raise ModelError(f"{part.library} has no {part.class_name}: a newer version may", name=name)
+    theirs = part.library == "transformers"
     if part.dtype is None:
-        return kind.from_config(part.config)
-    config = kind.config_class(**part.config) if library is transformers else part.config
+        return kind(**part.config) if theirs else kind.from_config(part.config)
+    config = kind.config_class(**part.config) if theirs else part.config
     return build_network(
-        lambda: kind(config) if library is transformers else kind.from_config(config),
+        lambda: kind(config) if theirs else kind.from_config(config),
         dtype or getattr(torch, part.dtype),
     )
+
+
+def part_class(library: str, name: str) -> Any:
+    """Return the class `name` of diffusers, of transformers, or of diffusers' pipelines of a family; None if missing.
+
+    The libraries are named as in a pipeline's model_index.json: "ltx2" for `diffusers.pipelines.ltx2`.
+    """
+    known = {"diffusers": diffusers, "transformers": transformers}
+    return getattr(known.get(library) or getattr(diffusers.pipelines, library, None), name, None)
 
 
 def build_network(make: Callable[[], nn.Module], dtype: torch.dtype, most: int | None = None) -> nn.Module:
@@ -148,52 +157,3 @@ def _in_dtype(network: nn.Module, dtype: torch.dtype) -> nn.Module:
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             tensor.data = tensor.data.to(torch.float32 if in_float32.search(path) else dtype)
     return network
-
-
-class StandInTokenizer:
-    """Has a tokenizer's interface, with meaningless tokens: the last is padding where it pads to `max_length`.
-
-    Some encoders drop a mask that masks nothing, and a mask that masks something takes memory.
-    """
-
-    bos_token_id, eos_token_id, pad_token_id = 0, 2, 1
-    bos_token, eos_token, pad_token = "<s>", "</s>", "<pad>"
-    padding_side = "right"
-    added_tokens_encoder: Mapping[str, int] = MappingProxyType({})
-
-    def __init__(self, model_max_length: int = 512, **_: Any) -> None:
-        self.model_max_length = model_max_length
-
-    @property
-    def tokenizer(self) -> StandInTokenizer:
-        return self
-
-    def __call__(
-        self, text: Any = None, *, padding: Any = False, max_length: int | None = None, **_: Any
-    ) -> transformers.BatchEncoding:
-        """Return `input_ids` and `attention_mask`, int64 of shape (texts, tokens)."""
-        count = 1 if text is None or isinstance(text, str) else len(text)
-        longest = max_length or self.model_max_length
-        padded = padding == "max_length"
-        tokens = longest if padded else min(PROMPT_TOKENS, longest)
-        ids = torch.full((count, tokens), 5, dtype=torch.int64)
-        mask = torch.ones_like(ids)
-        ids[:, -1] = self.eos_token_id
-        if padded and tokens > 1:
-            ids[:, -2:] = torch.tensor([self.eos_token_id, self.pad_token_id])
-            mask[:, -1] = 0
-        return transformers.BatchEncoding({"input_ids": ids, "attention_mask": mask})
-
-    def apply_chat_template(self, messages: Any, *, tokenize: bool = True, **options: Any) -> Any:
-        if not tokenize:
-            return ["" for _ in messages]
-        return self([""] * len(messages), **options)
-
-    def tokenize(self, text: str) -> list[str]:
-        return text.split()
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return [self.bos_token_id, *(5 for _ in self.tokenize(text)), self.eos_token_id]
-
-    def batch_decode(self, ids: Any, **_: Any) -> list[str]:
-        return ["" for _ in ids]

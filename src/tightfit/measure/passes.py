@@ -31,7 +31,9 @@ def weight_blocks(components: Mapping[str, nn.Module]) -> dict[int, int]:
 
 def find_phase(name: str, role: Role, method: str) -> str:
     """Return the phase of a pipeline call in which `method` of the component `name` runs."""
-    return method if role == "autoencoder" and method in ("encode", "decode") else _PHASES.get(role, name)
+    if role == "autoencoder" and method == "encode":
+        return "encode inputs"  # not with text encoders: strips are measured where a phase has calls of one kind
+    return _PHASES.get(role, name)
 
 
 class KernelCounter:

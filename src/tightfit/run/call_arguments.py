@@ -47,20 +47,20 @@ NAMES = {
 OURS = {theirs: ours for ours, theirs in NAMES.items()}
 
 
-def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any]:
+def call_arguments(pipe: Any, prompt: Prompt | None, request: Request) -> dict[str, Any]:
     """Return keyword arguments for `pipe(...)`; RequestError for arguments and sizes that it does not accept.
 
-    Each item of the batch has its own CPU generator, seeded seed, seed + 1, …: images do not depend on the batch size
-    or the device. RequestError also if the images alone exceed RAM.
+    `prompt` is None for pipelines that take none. Each item of the batch has its own CPU generator, seeded seed,
+    seed + 1, …: images do not depend on the batch size or the device. RequestError also if the images alone exceed RAM.
     """
     taken = inspect.signature(type(pipe).__call__).parameters
-    arguments: dict[str, Any] = {"prompt": prompt.text}
+    arguments: dict[str, Any] = {"prompt": prompt.text} if prompt is not None else {}
     for field in ("height", "width", "frames", "steps", "guidance"):
         value = getattr(request, field)
         if value is not None and not (field == "frames" and "video" in request.arguments):  # the clip has its own
             arguments[NAMES[field]] = value
     arguments |= {name: dummy_value(value) for name, value in request.arguments.items()}
-    if prompt.negative is not None:
+    if prompt is not None and prompt.negative is not None:
         arguments["negative_prompt"] = prompt.negative
     if request.batch > 1:
         many = [name for name in ("num_images_per_prompt", "num_videos_per_prompt") if name in taken]
@@ -69,7 +69,8 @@ def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any
         if name not in taken:
             raise RequestError(f"{type(pipe).__name__} takes no {OURS.get(name, name)}", name=name)
     _check_size(pipe, request)
-    generators = [torch.Generator().manual_seed(prompt.seed + index) for index in range(request.batch)]
+    seed = prompt.seed if prompt is not None else 0
+    generators = [torch.Generator().manual_seed(seed + index) for index in range(request.batch)]
     return arguments | {"generator": generators if request.batch > 1 else generators[0]}
 
 

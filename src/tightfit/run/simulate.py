@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -50,6 +51,7 @@ __all__ = ["Inputs", "SimulationRun", "pipeline_for", "simulate_call"]
 Inputs = Mapping[str, Any] | Given | CallLog | None  # of a call: extra arguments, all arguments, or its log
 
 # in messages about the dummy prompt, and about what the pipeline does itself (SDXL upcasts its autoencoder)
+_OF_KERNELS = "Mismatch dtype between input and weight"  # torch's, once a process: the call itself has it too
 _EXPECTED = ("deprecated", "truncated", "should be kept in float32")
 
 
@@ -126,6 +128,7 @@ class SimulationRun:
         for replayer in self.denoisers.values():
             replayer.forget()
         with torch.no_grad(), quietly() as messages, _draws_kept():
+            warnings.filterwarnings("ignore", _OF_KERNELS, UserWarning)
             if isinstance(inputs, Given):
                 self.pipe(**_as_tensors(self.pipe, inputs.simulation_copy(self._device)))
             elif isinstance(inputs, CallLog):
@@ -137,7 +140,8 @@ class SimulationRun:
 
     def _make_up(self, given: Mapping[str, Any]) -> None:
         pictures, left = dummy_inputs(self.pipe, self.request, given)
-        arguments = call_arguments(self.pipe, Prompt(PROMPT, seed=0), left)
+        prompted = "prompt" in inspect.signature(type(self.pipe).__call__).parameters
+        arguments = call_arguments(self.pipe, Prompt(PROMPT, seed=0) if prompted else None, left)
         self.pipe(**arguments | pictures | {"output_type": "pt"} | dict(given))
 
     def find_unable(self, log: CallLog) -> set[tuple[str, str]]:
@@ -156,7 +160,8 @@ def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Reques
         return build_folder(model, dtype or getattr(torch, stored_dtype(model.components))), Request()
     if isinstance(model, str):
         known = known_model(model)
-        return build_known(known, dtype), known.request
+        with quietly():  # diffusers' notices on classes that its own networks still use
+            return build_known(known, dtype), known.request
     return model, Request()
 
 
