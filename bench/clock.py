@@ -231,15 +231,16 @@ def make_table(every: list[Row], work: Mapping[str, Any]) -> None:
     here = [error_of(row, work, clock) for row in every]
     without: dict[str, list[float]] = {}
     for name, same in _groups().items():
-        fits: dict[Any, Clock] = {}
+        fits: dict[tuple[int, ...], np.ndarray] = {}  # by the rows that are left
         errors = []
         for row in used:
             kept = tuple(index for index, other in enumerate(used) if not same(row, other))
-            values = fits.setdefault(kept, None) or fitted([used[index] for index in kept], work, clock)  # type: ignore[func-returns-value,arg-type]
-            fits[kept] = values
-            errors.append(error_of(row, work, clock_with(values, clock)))
+            if kept not in fits:
+                fits[kept] = fitted([used[index] for index in kept], work, clock)
+                print(f"\rwithout its {name}: {len(fits)} fits", end="", flush=True)
+            errors.append(error_of(row, work, clock_with(fits[kept], clock)))
         without[name] = errors
-        print(f"without its {name}:", report(errors))
+        print(f"\rwithout its {name}:", report(errors))
     found = []
     places = {id(row): place for place, row in enumerate(used)}
     for row, error in zip(every, here, strict=True):

@@ -246,6 +246,52 @@ def _span(sizes: list[float]) -> str:
     return f"{low} GiB" if low == high else f"{low} to {high} GiB"
 
 
+def clock() -> str:
+    """Published times beside predicted ones, with what fits without the row, its card and its model predict."""
+    rows = []
+    for row in read("clock")["rows"]:
+        low, high = row["seconds"]
+        size = f"{row['width']}×{row['height']}" + (f"×{row['frames']}" if row.get("frames") else "")
+        steps = f", {row['steps']} steps" if row["what"] in ("call", "steps") else ""
+        batch = f", batch {row['batch']}" if row.get("batch", 1) > 1 else ""
+        what = f"{WHAT[row['what']]} {size}{steps}{batch}"
+        published = _seconds(low) if low == high else f"{_seconds(low)} to {_seconds(high)}"
+        without = [f"{row[key]:+.0%}" if (key := f"error_without_{name}") in row else "–" for name in WITHOUT]
+        rows.append((row["model"], what, row["card"], published, _seconds(row["predicted"]), f"{row['error']:+.0%}",
+                     *without))  # fmt: skip
+    head = ("model", "what", "card", "published", "predicted", "error", *(f"without its {each}" for each in WITHOUT))
+    return table(head, rows)
+
+
+WITHOUT = ("row", "card", "model")
+WHAT = {
+    "call": "call", "steps": "steps", "step": "one step", "pass": "one pass", "decode": "decode",
+    "rest": "all but the steps",
+}  # fmt: skip
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def clock_summary() -> str:
+    """Medians and worst errors: of the list that the clock was asked to meet, of all fitted rows, and of the others."""
+    found = read("clock")["rows"]
+    fitted = [row for row in found if row.get("fit", True)]
+    groups = {
+        "the list of the issue": ("error", [row for row in found if row.get("listed")]),
+        "all rows that were fitted to": ("error", fitted),
+        **{f"these, by fits without their {each}": (f"error_without_{each}", fitted) for each in WITHOUT},
+        "rows with guessed conditions, not fitted to": ("error", [row for row in found if not row.get("fit", True)]),
+    }
+    rows = []
+    for name, (key, group) in groups.items():
+        errors = sorted(abs(row[key]) for row in group)
+        within = sum(error <= 0.2 for error in errors) / len(errors)
+        rows.append((name, len(errors), f"{statistics.median(errors):.1%}", f"{errors[-1]:.0%}", f"{within:.0%}"))
+    return table(("rows", "number", "median error", "worst", "within 20 %"), rows)
+
+
 def predict(kind: str) -> str:
     rows = []
     for row in read(f"predict-{kind}")["rows"]:
@@ -555,6 +601,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gradients": gradients,
     "loading": loading,
     "reliability": reliability,
+    "clock": clock,
+    "clock_summary": clock_summary,
     "published": published,
     "ranks": ranks,
     "step_caches": step_caches,

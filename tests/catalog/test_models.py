@@ -179,7 +179,8 @@ def test_the_usual_request_is_one_of_the_pipeline(model: str) -> None:
     arguments = request.pop("arguments", {})
     if "guidance_scale" in taken:  # some guide by two passes if there is a negative prompt, under another name
         assert isinstance(arguments.get("true_cfg_scale") if guidance is None else guidance, float)
-    assert set(request) == {field for field, name in SIZES.items() if name in taken}
+    sizes = {"height", "width"} if "resolution" in taken else set()  # of the pictures that it makes from that
+    assert set(request) == {field for field, name in SIZES.items() if name in taken} | sizes
     assert all(isinstance(number, int) and number > 0 for number in request.values())
     assert set(arguments) <= set(taken)
     for name, described_as in arguments.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from tightfit.catalog.clock import UNCERTAINTY
 from tightfit.report.summary import Report, align, fold_phases
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import Plan, Reason
@@ -31,7 +32,7 @@ def describe(prediction: Prediction, *, verbose: bool = False) -> str:
     said = [prediction.model, *([asked.described] if asked.described != Request().described else [])]
     said += [f"{asked.steps} steps"] if asked.steps else []
     said += [prediction.dtype] if prediction.dtype else []
-    took = f"; predicted {format_seconds(trace.seconds)}, {_SURE[prediction.rates]}" if prediction.fits else ""
+    took = f"; predicted {_seconds_in_words(prediction)}, {_SURE[prediction.rates]}" if prediction.fits else ""
     return "\n".join(
         [
             f"{', '.join(said)}, on {prediction.card}: {_verdict(prediction)}{took}",
@@ -46,6 +47,20 @@ def describe(prediction: Prediction, *, verbose: bool = False) -> str:
             *(f"note: {note}" for note in trace.notes),
         ]
     )
+
+
+def _seconds_in_words(prediction: Prediction) -> str:
+    """The time, with the range in which nine of ten published times of known cards would be."""
+    seconds, within = format_seconds(prediction.trace.seconds), _range(prediction)
+    return f"{seconds} ({format_seconds(within[0])} to {format_seconds(within[1])})" if within else seconds
+
+
+def _range(prediction: Prediction) -> tuple[float, float] | None:
+    """Lowest and highest seconds to expect; None where it is not known how well times are predicted."""
+    if prediction.rates != "nominal":
+        return None
+    seconds = prediction.trace.seconds
+    return seconds / (1 + UNCERTAINTY), seconds * (1 + UNCERTAINTY)
 
 
 def _in_words(plan: Plan, verbose: bool) -> Iterator[str]:
@@ -118,6 +133,7 @@ def to_mapping(prediction: Prediction) -> dict[str, Any]:
             "peak_bytes": trace.peak_bytes,
             "peak_reserved_bytes": prediction.peak_reserved,
             "seconds": trace.seconds if prediction.fits else None,
+            "seconds_range": _range(prediction) if prediction.fits else None,
             "rates": prediction.rates,
         },
         "sent_bytes": prediction.sent_bytes,
