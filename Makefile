@@ -5,6 +5,18 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TORCH  ?= 2.12.1
+GPU_PYTHON_VERSION ?= 3.12
+# where the tests of cards run: in the virtual environment, or with VENV=none by the interpreter that is there, with
+# what `make gpu-wheels` fetched beside it
+ifeq ($(VENV),none)
+GPU_READY  := gpu-packages/.ready
+GPU_PYTHON := $(PYTHON)
+GPU_RUN    := PYTHONPATH=src:tests:bench:gpu-packages
+else
+GPU_READY  := $(VENV)/.ready
+GPU_PYTHON := $(BIN)/python
+GPU_RUN    := PYTHONPATH=tests:bench
+endif
 CUDA_VENV  := .venv-cuda$(if $(filter-out 2.12.1,$(TORCH)),-$(TORCH))
 STUB       := tests/cuda_stub
 VERSIONS ?= 2.11.0 2.15.0
@@ -12,7 +24,7 @@ VERSION_TESTS := tests/simulator tests/devices tests/run/test_any_call.py $(addp
 	chunked_attention.py compiled.py int8.py page_locking.py tracing.py weight_kinds.py weights.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test docs test-slow test-gpu test-cuda test-cuda-full test-versions bench chart lint clean
+.PHONY: demo test docs test-slow test-gpu gpu-report gpu-wheels test-cuda test-cuda-full test-versions bench chart lint clean
 
 demo: $(READY)  ## a picture inside a memory budget, and where the memory went; on a card, or on one played by the CPU
 	@mkdir -p demo-out
@@ -32,8 +44,19 @@ test-slow: $(READY)  ## proofs that take minutes, and every pipeline class, hour
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -W ignore -m recipes.proof --results bench/results/pipelines.jsonl
 	$(BIN)/python tools/make_pipelines.py
 
-test-gpu: $(READY)  ## what needs a CUDA card; skipped where there is none
-	$(BIN)/python -m pytest -m gpu
+test-gpu: $(GPU_READY)  ## what needs a CUDA card; skipped where there is none. VENV=none: with the python3 that is there
+	$(GPU_RUN) $(GPU_PYTHON) -m pytest -m gpu
+
+gpu-report: $(if $(DRY),,$(GPU_READY))  ## a card's first half hour: rates, peaks, times, caps, rivals; DRY=1 on the stub
+ifdef DRY
+	@test -x $(CUDA_VENV)/bin/python || $(STUB)/setup.sh $(CUDA_VENV) $(TORCH)
+	PYTHONPATH=src:tests:bench $(STUB)/run.sh $(CUDA_VENV) python -W ignore bench/gpu_report.py --dry
+else
+	$(GPU_RUN) $(GPU_PYTHON) -W ignore bench/gpu_report.py
+endif
+
+gpu-wheels:  ## what a machine with a card and torch, but without a network, lacks, in gpu-wheels; under 60 MB
+	bench/gpu_wheels.sh $(PYTHON) gpu-wheels $(GPU_PYTHON_VERSION)
 
 test-cuda:  ## the CUDA path without a card, on PyTorch's CUDA wheel: TORCH=2.12.1; a quarter of an hour, and 1.5 GB at first
 	$(STUB)/test.sh $(CUDA_VENV) $(TORCH) -m "gpu and not full"
@@ -82,5 +105,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $(READY)
 
+gpu-packages/.ready: $(wildcard gpu-wheels/*.whl)
+	@test -d gpu-wheels || { echo "no gpu-wheels: run 'make gpu-wheels' where there is a network, and bring it"; exit 1; }
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target gpu-packages gpu-wheels/*.whl
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-cuda* demo-out site
+	rm -rf $(VENV) .venv-cuda* demo-out site gpu-wheels gpu-packages

@@ -43,17 +43,19 @@ ROOM = 16 * 2**30  # bytes, and
 SMALL = {"height": 256, "width": 256}  # for --dry
 
 
-def calls(pipe: Any, way: Callable[[], Any], asked: Request, size: int, *, cuda: bool) -> Row:
-    """Two calls, in this process, of which torch's allocator may have `size` bytes of a card."""
+def calls(
+    pipe: Any, way: Callable[[], Any], asked: Request, size: int, *, cuda: bool, steps: int = STEPS, times: int = 2
+) -> Row:
+    """Calls, in this process, for which torch's allocator may have `size` bytes of a card; the last one counts."""
     if cuda:
         share = size / torch.cuda.get_device_properties(0).total_memory  # a card of 24 GB has less than 24 GiB
         torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
     torch.set_num_threads(os.cpu_count() or 1)
     clock = Clock(_event, lambda earlier, later: earlier.elapsed_time(later) / 1000) if cuda else _plain_clock()
-    arguments = call_arguments(pipe, Prompt(PROMPT, seed=0), asked.model_copy(update={"steps": STEPS}))
+    arguments = call_arguments(pipe, Prompt(PROMPT, seed=0), asked.model_copy(update={"steps": steps}))
     try:
         ready = way()
-        for number in range(2):
+        for number in range(times):
             arguments["generator"] = torch.Generator().manual_seed(number)
             clock.start()
             with torch.no_grad(), quietly():
@@ -62,7 +64,7 @@ def calls(pipe: Any, way: Callable[[], Any], asked: Request, size: int, *, cuda:
             if cuda:
                 torch.cuda.synchronize()
     except torch.OutOfMemoryError:
-        return {"failed": "decoding" if clock.steps == STEPS else "before"}
+        return {"failed": "decoding" if clock.steps == steps else "before"}
     row = clock.row(asked.steps or STEPS)
     return row | ({"peak": torch.cuda.max_memory_reserved()} if cuda else {})
 
@@ -77,7 +79,7 @@ def _plain_clock() -> Clock:
     return Clock(time.perf_counter, lambda earlier, later: later - earlier)
 
 
-def ours(pipe: Any, footprint: Footprint, asked: Request, size: int, *, cuda: bool) -> Row:
+def ours(pipe: Any, footprint: Footprint, asked: Request, size: int, *, cuda: bool, **how: int) -> Row:
     device = choose_device("cuda" if cuda else "cpu")
     plan = make_plan(footprint, machine_of(device), Budget(device=size))
     denoising = next(phase for phase in plan.forecast if phase.name == "denoise")
@@ -92,14 +94,14 @@ def ours(pipe: Any, footprint: Footprint, asked: Request, size: int, *, cuda: bo
         fit(pipe, plan=plan.model_copy(update={"request": None}), device=device, count_activations=False)
         return pipe
 
-    return said | calls(pipe, way, asked, size, cuda=cuda)
+    return said | calls(pipe, way, asked, size, cuda=cuda, **how)
 
 
-def rival(pipe: Any, name: str, asked: Request, size: int, *, tiles: bool, cuda: bool) -> Row:
+def rival(pipe: Any, name: str, asked: Request, size: int, *, tiles: bool, cuda: bool, **how: int) -> Row:
     if tiles:
         pipe.vae.enable_tiling()
     way = functools.partial(CONTENDERS[name], pipe, torch.device("cuda:0" if cuda else "cpu"))
-    row = calls(pipe, way, asked, size, cuda=cuda) | {"tiles": tiles}
+    row = calls(pipe, way, asked, size, cuda=cuda, **how) | {"tiles": tiles}
     return row | ({"chosen": pipe.mm.applied_strategy} if hasattr(pipe, "mm") else {})
 
 

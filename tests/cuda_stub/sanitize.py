@@ -1,6 +1,6 @@
 """torch's own race detector (torch.cuda._sanitizer) on tiny pipelines.
 
-python -m cuda_stub.sanitize CASE [--plan NAME ...] [--without TEXT]
+python -m cuda_stub.sanitize CASE [--plan NAME ...] [--without TEXT], on the stub's card or on a real one.
 It compares the addresses of tensors with what streams have waited for, and knows nothing of the stub. A line of JSON
 for each plan. `--without TEXT` leaves out the ordering in whose name TEXT is: then it should have something to report.
 """
@@ -21,6 +21,7 @@ import torch
 from torch.cuda import _sanitizer
 
 import tightfit
+from cuda_stub import driver
 from cuda_stub.compute import computing
 from cuda_stub.orderings import all_orderings, leave_out
 from cuda_stub.plugin import rates_without_numbers
@@ -55,9 +56,19 @@ def main() -> None:
         leave_out(next(each for each in all_orderings() if options.without in str(each)))
     _sanitizer.traceback = SimpleNamespace(StackSummary=traceback.StackSummary, walk_stack=_nearest)
     _sanitizer.enable_cuda_sanitizer()
-    with computing(), rates_without_numbers():
+    with _computing():
         for name in options.plan:
             print(json.dumps({"case": case.name, "plan": name, **_reports(case, PLANS[name])}), flush=True)
+
+
+@contextlib.contextmanager
+def _computing() -> Iterator[None]:
+    """With numbers on the stub's card; a real card has its own."""
+    with contextlib.ExitStack() as stack:
+        if driver.loaded():
+            stack.enter_context(computing())
+            stack.enter_context(rates_without_numbers())
+        yield
 
 
 def _nearest(frame: Any) -> Iterator[Any]:
