@@ -47,10 +47,10 @@ test-slow: $(READY)  ## proofs that take minutes, and every pipeline class, hour
 test-gpu: $(GPU_READY)  ## what needs a CUDA card; skipped where there is none. VENV=none: with the python3 that is there
 	$(GPU_RUN) $(GPU_PYTHON) -m pytest -m gpu
 
-gpu-report: $(if $(DRY),,$(GPU_READY))  ## a card's first half hour: rates, peaks, times, caps, rivals; DRY=1 on the stub
+gpu-report: $(if $(and $(DRY),$(filter-out none,$(VENV))),,$(GPU_READY))  ## a card's first half hour: rates, peaks, times, caps, rivals; DRY=1 on the stub
 ifdef DRY
 	@test -x $(CUDA_VENV)/bin/python || $(STUB)/setup.sh $(CUDA_VENV) $(TORCH)
-	PYTHONPATH=src:tests:bench $(STUB)/run.sh $(CUDA_VENV) python -W ignore bench/gpu_report.py --dry
+	PYTHONPATH=src:tests:bench$(if $(filter none,$(VENV)),:gpu-packages) $(STUB)/run.sh $(CUDA_VENV) python -W ignore bench/gpu_report.py --dry
 else
 	$(GPU_RUN) $(GPU_PYTHON) -W ignore bench/gpu_report.py
 endif

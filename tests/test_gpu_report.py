@@ -86,6 +86,11 @@ def test_a_page_says_what_was_measured_and_what_was_not(report: ModuleType, tmp_
     assert "(gpu-report.png)" in said
 
 
+def test_the_page_is_that_of_the_results(report: ModuleType, tmp_path: Path) -> None:
+    report.write_page(report.RESULTS, tmp_path, dry=False)
+    assert (report.PAGES / "gpu-report.md").read_text() == (tmp_path / "gpu-report.md").read_text(), "run --page"
+
+
 def test_what_is_done_for_the_same_code_and_card_stays(report: ModuleType, tmp_path: Path) -> None:
     recorded(report, tmp_path)
     every = report.steps(dry=True)

@@ -16,7 +16,7 @@ BYTES = {
     "allocated", "allocated_after", "bytes", "budget", "kept", "largest_difference", "left", "peak", "pinned", "ram",
     "reserved", "resident", "simulated", "told_peak",
 }  # fmt: skip
-SECONDS = {"clock", "eager", "first_seconds", "seconds", "step", "told_step"}
+SECONDS = {"clock", "denoise", "eager", "first_seconds", "seconds", "step", "told_step"}
 HIDDEN = {
     "first",
     "from_cap",
@@ -28,7 +28,7 @@ HIDDEN = {
     "threads",
     "vae",
 }  # fmt: skip  of rows: said by the heading, or of use to us alone
-KEPT_CALLS = (1, 2, 20)
+KEPT_CALLS = (1, 2, 20, "after undo")
 EMPTY = "–"
 
 
@@ -37,6 +37,8 @@ def page(records: Mapping[str, Row], steps: Sequence[Step], *, picture: bool, dr
     lines = ["# A card's first half hour", ""]
     if dry:
         lines += ["**This was the stub's card: kernels did nothing, and its times and rates mean nothing.**", ""]
+    if not records:
+        lines += ["No card has run it yet.", ""]
     lines += [
         "Made by `make gpu-report`, which goes on where it was. Where a cell has two values, the first was measured on "
         "the card and the second predicted for it.",

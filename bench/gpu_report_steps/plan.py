@@ -36,6 +36,7 @@ class Step:
 def steps(*, dry: bool = False) -> list[Step]:
     """All steps; `dry`: each kind once, with one model and one cap, for the stub's card."""
     models, capped, caps = (("sd-1.5",), ("sd-1.5",), (2,)) if dry else (MODELS, CAPPED, CAPS)
+    compiled = models[0] if dry else "flux.1-dev"
     return [
         Step("versions", "driver, libraries, card and host", "card.json", "card:versions"),
         Step("tests", "tests/gpu, without those marked full", "tests.json", "suite:gpu_tests", values=True),
@@ -54,6 +55,7 @@ def steps(*, dry: bool = False) -> list[Step]:
         Step("ballast", "calls while another process takes more", "steady.json", "steady:ballast", values=True),
         Step("sanitizer", "torch's race detector on a tiny FLUX", "steady.json", "steady:sanitizer", values=True),
         Step("compiled blocks", "a tiny FLUX, streamed, compiled", "steady.json", "steady:compiled", values=True),
+        Step("speed of compiled blocks", "a call with and without them", "steady.json", "calls:compiled", compiled),
         *(
             Step(f"rivals {name}", "others' calls within each cap", "rivals.json", "caps:rivals", name, caps)
             for name in capped
