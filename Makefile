@@ -45,7 +45,7 @@ test-slow: $(READY)  ## proofs that take minutes, and every pipeline class, hour
 	$(BIN)/python tools/make_pipelines.py
 
 test-gpu: $(GPU_READY)  ## what needs a CUDA card; skipped where there is none. VENV=none: with the python3 that is there
-	$(GPU_RUN) $(GPU_PYTHON) -m pytest -m gpu
+	$(GPU_RUN) $(GPU_PYTHON) -m pytest tests/gpu -m gpu
 
 gpu-report: $(if $(and $(DRY),$(filter-out none,$(VENV))),,$(GPU_READY))  ## a card's first half hour: rates, peaks, times, caps, rivals; DRY=1 on the stub
 ifdef DRY
