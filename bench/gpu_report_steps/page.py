@@ -87,7 +87,8 @@ def _rows(step: Step, rows: Sequence[Row]) -> list[str]:
     if step.name == "20 calls":
         rows = [row for row in rows if row.get("call") in KEPT_CALLS]
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in HIDDEN]
-    return _table([key.replace("_", " ") for key in keys], [[_cell(key, row.get(key)) for key in keys] for row in rows])
+    head = [key.replace("told", "predicted").replace("_", " ") for key in keys]
+    return _table(head, [[_cell(key, row.get(key)) for key in keys] for row in rows])
 
 
 def _outcomes(rows: Sequence[Row]) -> list[str]:

@@ -71,7 +71,8 @@ def _ratios(panel: Any, title: str, pairs: Pairs) -> None:
         panel.set_axis_off()
         return
     labels = [label for label, _, _ in pairs]
-    panel.barh(labels, [measured / predicted for _, measured, predicted in pairs], color="#4878a8")
+    # from 1 on, because a logarithmic axis has no zero for bars to begin at
+    panel.barh(labels, [measured / predicted - 1 for _, measured, predicted in pairs], left=1, color="#4878a8")
     panel.axvline(1, color="black", linewidth=1)
     panel.set_xscale("log")
     panel.invert_yaxis()
