@@ -14,19 +14,20 @@ from typing import Any
 
 __all__ = ["UNCERTAINTY", "Clock", "host_rates", "rates"]
 
-UNCERTAINTY = 0.2  # of a predicted time: nine of ten published ones are within it (bench/results/clock.json)
+# predicted by published time is off 1 by no more than this, nine times of ten (bench/results/clock.json)
+UNCERTAINTY = 0.2
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The parameters, the same for every card of an architecture (by the compute capability's first cards)."""
+    """The parameters. What differs between architectures is by compute capability; the rest holds for all cards."""
 
-    # operations of a multiprocessor a clock at which half of them wait for operands: of matrix products, which from 9.0
-    # on bring them without instructions; of convolutions; of flash attention, from 9.0 on too, whose instructions there
-    # reach 0.63 of the nominal rate at most
+    # At so many operations a clock, a multiprocessor's tensor cores would wait for operands half of the time: in matrix
+    # products (not on 9.0 to 10.3, where hardware fetches operands by itself), in convolutions, in attention.
     matmul_feed: float = 6000.0
     convolution_feed: float = 2200.0  # fitted
     attention_feed: float = 8000.0
+    # of the nominal rate: what FlashAttention-2's instructions reach at most
     attention_share: Mapping[str, float] = field(default_factory=lambda: {"9.0": 0.63, "10.0": 0.63})
     # of flash attention's rate: memory-efficient attention's, by a call that was published with a mask and without; and
     # before 8.0, where there is no flash attention (fitted)
@@ -114,8 +115,8 @@ def _tensor_cores(
         return {f"{kind}.{dtype}": rate for kind in ("matmul", "convolution", "attention")}
     factor = 2 if dtype == "float8" else 1  # operations for the same power, and operands for the same bytes
     power = factor * facts["watts"] * clock.per_watt[generation]
-    asynchronous = float(capability) >= 9 and float(capability) < 12
-    matmul = min(nominal if asynchronous else _fed(nominal, factor * clock.matmul_feed * clocks), power)
+    fetches = 9 <= float(capability) < 12  # operands by hardware of its own
+    matmul = min(nominal if fetches else _fed(nominal, factor * clock.matmul_feed * clocks), power)
     convolution = min(_fed(nominal, factor * clock.convolution_feed * clocks), power)
     share = clock.attention_share.get(capability, 1.0)
     attention = min(_fed(share * nominal, factor * clock.attention_feed * clocks), power)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tightfit.devices.device import Device
 
-__all__ = ["host_overheads"]
+__all__ = ["LEAST_RUNS", "MOST_RUNS", "host_overheads"]
 
 LAUNCHES = 200  # fewer than a card's launch queue holds, so that the host never blocks on it
 LEAST_RUNS, MOST_RUNS = 3, 50

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from tightfit.devices.choose import choose_device
 from tightfit.devices.device import Device
-from tightfit.measure.host_rates import host_overheads
+from tightfit.measure.host_rates import LEAST_RUNS, MOST_RUNS, host_overheads
 from tightfit.measure.layout_gains import layout_gains
 from tightfit.schema.machine import Machine
 from tightfit.units import format_bytes
@@ -46,7 +46,6 @@ SECONDS = 9.0  # for all devices together, without library start-up
 LAYOUT_SECONDS = 3.0  # for all devices together; longer where LEAST_TURNS need it
 DISK_SECONDS = 2.5
 SIZES = 6  # number of sizes at most: the largest is 4⁵ times the smallest
-LEAST_RUNS, MOST_RUNS = 3, 50
 SHORTEST = 0.005  # seconds: shorter runs are repeated and timed together
 BUSY = 0.15  # share of CPU time used by other programs above which a note is added
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

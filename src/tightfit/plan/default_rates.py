@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tightfit.catalog.clock import host_rates
 from tightfit.catalog.cuda import CONTEXT
 from tightfit.schema.machine import Accelerator, Machine
 from tightfit.schema.stores import ORDINARY_DISK
@@ -15,8 +16,7 @@ GUESSED: Mapping[str, object] = {
     "arithmetic_rates": {"float32": 5e12, "float16": 2e13, "bfloat16": 2e13},
     "memory_rate": 3e11,
     "link_rate": 1e10,
-    "launch_overhead": 1.1e-5,
-    "module_overhead": 3e-5,
+    **host_rates(),
     "streamed_overhead": 1.3e-5,
     "resident_overhead": 2.3e-6,
 }

@@ -57,14 +57,17 @@ def segment_of(work: Iterable[KernelGroup], device: Accelerator, group: str = ""
 
 
 def seconds_without_weights(segments: Iterable[ComputeSegment], overhead: float = 0.0) -> float:
-    """Return the seconds of a call that waits for no weights; the host takes `overhead` for each use of a group."""
+    """Return the seconds of a call that waits for no weights; the host takes `overhead` for each use of a group.
+
+    No segment ends before the host has launched all of it, as in `TransferSimulator.run`.
+    """
     seconds = launching = 0.0
     for segment in segments:
-        seconds, launching = seconds + segment.seconds, launching + segment.launching
-        launching += overhead if segment.group else 0.0
+        launching += segment.launching + (overhead if segment.group else 0.0)
+        seconds = max(seconds + segment.seconds, launching)
         if segment.waits:
-            seconds = launching = max(seconds, launching)
-    return max(seconds, launching)
+            launching = seconds
+    return seconds
 
 
 class StripStageTiming(NamedTuple):

@@ -60,7 +60,7 @@ def _range(prediction: Prediction) -> tuple[float, float] | None:
     if prediction.rates != "nominal":
         return None
     seconds = prediction.trace.seconds
-    return seconds / (1 + UNCERTAINTY), seconds * (1 + UNCERTAINTY)
+    return seconds / (1 + UNCERTAINTY), seconds / (1 - UNCERTAINTY)
 
 
 def _in_words(plan: Plan, verbose: bool) -> Iterator[str]:

@@ -76,7 +76,7 @@ def kernel_cost_of(
     accelerator: Accelerator,
 ) -> KernelCost:
     """Return the cost of `op` on `args` on `accelerator`, given its input tensors and those it created or wrote."""
-    kind = _KINDS.get(op.overloadpacket, "memory")
+    kind = _KINDS.get(op.overloadpacket, "memory") if outputs else "memory"
     read = inputs[1:] if op.overloadpacket in _OVERWRITES else inputs
     traffic = sum(_touched(tensor) for tensor in (*read, *outputs))
     dtype = outputs[0].dtype if outputs else torch.float32
@@ -96,7 +96,7 @@ def _amounts(
     traffic: int,
     accelerator: Accelerator,
 ) -> Amounts:
-    if kind == "memory" or not outputs:
+    if kind == "memory":
         return Amounts(0, traffic)
     if kind == "normalization":  # reads its input twice: for mean and variance, and to normalize it
         _, channels, pixels, groups = args[3:7]
