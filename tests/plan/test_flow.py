@@ -51,6 +51,13 @@ def test_what_stays_comes_once() -> None:
     assert run.work(segments({"a": 0.001, "b": 0.001})) == pytest.approx(0.002)
 
 
+def test_the_host_begins_a_call_when_the_last_one_has_ended() -> None:
+    """However long the first call waited for weights, the second takes as long as the host does."""
+    run = flow({"a": 10**9}, {"a"}, 0)
+    assert run.work(segments({"a": 0.001}, launching=0.005)) == pytest.approx(1.001)
+    assert run.work(segments({"a": 0.001}, launching=0.005)) == pytest.approx(0.005)
+
+
 def test_the_link_is_idle_once_a_pass_has_all_it_uses() -> None:
     run = flow({"a": 10**7, "b": 10**7}, {"a", "b"}, 0)
     run.work(segments({"a": 0.001, "b": 0.004}))

@@ -83,11 +83,12 @@ def test_another_budget_of_what_is_known_needs_no_torch(shared_footprints: Path)
     assert done.stdout.count("this is computed from the known footprint, not simulated") == 2
 
 
-def test_what_is_counted_is_what_a_rehearsal_shows(shared_footprints: Path) -> None:
-    asked, limits = tightfit.Request(height=256, width=256), limits_of("1GB", None, [], {})
+@pytest.mark.parametrize(("card", "budget"), [("rtx3060", "1GB"), ("a100", "1.8GB"), ("a100", "8GB")])
+def test_what_is_counted_is_what_a_rehearsal_shows(card: str, budget: str, shared_footprints: Path) -> None:
+    asked, limits = tightfit.Request(height=256, width=256), limits_of(budget, None, [], {})
     tightfit.measure_footprint("sd-1.5", asked)
     quick, played = (
-        forecast("sd-1.5", "rtx3060", {}, asked, lambda what: nullcontext(), limits, simulated=simulated)
+        forecast("sd-1.5", card, {}, asked, lambda what: nullcontext(), limits, simulated=simulated)
         for simulated in (False, True)
     )
     assert quick.trace.notes
@@ -97,4 +98,6 @@ def test_what_is_counted_is_what_a_rehearsal_shows(shared_footprints: Path) -> N
         assert one.name == other.name
         assert one.peak_reserved is not None
         assert other.peak_bytes <= one.peak_reserved  # an allocator reserves no more where it may have no more
-    assert quick.trace.seconds == pytest.approx(played.trace.seconds, rel=0.03)
+    assert quick.trace.seconds == pytest.approx(played.trace.seconds, rel=0.01)
+    assert quick.host_seconds == pytest.approx(played.host_seconds, abs=0.02 * played.trace.seconds)
+    assert (quick.host_seconds > 0.9 * quick.trace.seconds) is (card == "a100")

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from tightfit import fit
+from tightfit.catalog.cuda import CONTEXT
 from tightfit.catalog.known import known_card
 from tightfit.checkpoint.folder import check_folder
 from tightfit.checkpoint.loading import load_pipeline
@@ -67,6 +68,26 @@ def test_what_is_remembered_of_one_call_is_no_part_of_the_next() -> None:
             moved.append(sum(phase.bytes_in for phase in tried.fitted.report().trace.phases))
     assert moved[1] == moved[2]
     assert moved[0] == pytest.approx(moved[1], rel=0.01)
+
+
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_a_call_runs_on_a_card_of_what_it_needs_and_a_smaller_one_is_full(level: int) -> None:
+    rtx3060, asked = known_card("rtx3060"), Request(steps=4, height=256, width=256)
+    told = simulate_call("sd-1.5", rtx3060, {"level": level}, asked)
+    assert told.trace.peak_bytes <= told.needed_bytes <= told.peak_reserved
+    for size, fits in ((told.needed_bytes, True), (told.needed_bytes - 2**21, False)):
+        card = SimulatedCard(0, rtx3060.model_copy(update={"bytes": size}), Host())
+        use_cards([card])
+        call = stage.SimulationRun("sd-1.5", card, {"level": level}, asked)
+        try:
+            call.run()
+            notes = call.fitted.report().trace.notes  # where a card is full, resident weights are streamed from then on
+            full = any("out of memory" in note for note in notes)
+        except torch.OutOfMemoryError:
+            full = True
+        assert full is not fits
+        smaller = rtx3060.model_copy(update={"bytes": size + CONTEXT})
+        assert simulate_call("sd-1.5", smaller, {"level": level}, asked).fits is fits
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])

@@ -39,3 +39,20 @@ def test_a_stream_waits_for_an_event_of_another() -> None:
 def test_a_slow_host_leaves_the_card_idle() -> None:
     timeline = Timeline(Host(), launch=10)
     assert [timeline.run(0, "compute", 4) for _ in range(3)] == [(10, 14), (20, 24), (30, 34)]
+
+
+def test_what_the_host_does_on_the_critical_path_is_known() -> None:
+    host = Host()
+    timeline = Timeline(host, launch=10)
+    for _ in range(3):
+        timeline.run(0, "compute", 4)  # waits for the host each time
+    assert timeline.end == (34, 30)
+    for _ in range(3):
+        timeline.run(0, "compute", 100)  # the first is launched when nothing runs
+    assert timeline.end == (340, 40)
+    assert host.time == (60, 60)
+    timeline.synchronize()
+    timeline.run(0, "compute", 4)
+    assert timeline.end == (354, 50)
+    timeline.run(0, "compute", 30, of_host=20)  # a call that is repeated as a whole
+    assert timeline.end == (390, 80)

@@ -157,6 +157,13 @@ def test_calls_of_modules_are_counted_for_the_next_kernel(make_cards: MakeCards)
     assert card.host.now - before == pytest.approx(4e6 + 2e9 * card.accelerator.launch_overhead)
 
 
+def test_modules_that_are_followed_on_meta_cost_the_host_nothing(make_cards: MakeCards) -> None:
+    (card,) = make_cards()
+    nn.SiLU()(torch.empty(8, device="meta"))
+    (cost,) = costs(card, lambda: nn.SiLU()(on_card(8)))
+    assert cost.module_calls == 1
+
+
 def test_calls_of_modules_are_counted_once_cards_are_in_use_and_not_after(make_cards: MakeCards) -> None:
     from torch.nn.modules import module
 

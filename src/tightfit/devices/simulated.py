@@ -110,11 +110,11 @@ class SimulatedDevice(Device):
         self.card.live.reset_peak()
 
     def charge_layer_overhead(self) -> None:
-        self.card.host.now += round(self.card.accelerator.resident_overhead * 1e9)
+        self.card.host.work(round(self.card.accelerator.resident_overhead * 1e9))
 
     def charge_transfer_overhead(self) -> None:
         like = self.card.accelerator
-        self.card.host.now += round((like.streamed_overhead - like.resident_overhead) * 1e9)
+        self.card.host.work(round((like.streamed_overhead - like.resident_overhead) * 1e9))
 
     def synchronize(self) -> None:
         self.card.timeline.synchronize()

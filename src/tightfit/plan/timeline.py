@@ -204,8 +204,12 @@ class TransferSimulator(PrefetchPolicy[str]):
         return self.now - began
 
     def begin(self) -> None:
-        """Begin a call: start to load what is needed first."""
+        """Begin a call: start to load what is needed first.
+
+        The host begins it when the last one has ended: most schedulers wait for the denoiser's prediction.
+        """
         self._fed = self.now
+        self._host = max(self._host, self.now)
         self._order.begin()
         self._send_ahead()
 

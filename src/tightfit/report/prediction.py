@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tightfit.catalog.clock import UNCERTAINTY
+from tightfit.catalog.clock import seconds_range
 from tightfit.report.summary import Report, align, fold_phases
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import Plan, Reason
@@ -50,7 +50,7 @@ def describe(prediction: Prediction, *, verbose: bool = False) -> str:
 
 
 def _seconds_in_words(prediction: Prediction) -> str:
-    """The time, with the range in which nine of ten published times of known cards would be."""
+    """The time, with the range to expect on known cards."""
     seconds, within = format_seconds(prediction.trace.seconds), _range(prediction)
     return f"{seconds} ({format_seconds(within[0])} to {format_seconds(within[1])})" if within else seconds
 
@@ -59,8 +59,7 @@ def _range(prediction: Prediction) -> tuple[float, float] | None:
     """Lowest and highest seconds to expect; None where it is not known how well times are predicted."""
     if prediction.rates != "nominal":
         return None
-    seconds = prediction.trace.seconds
-    return seconds / (1 + UNCERTAINTY), seconds / (1 - UNCERTAINTY)
+    return seconds_range(prediction.trace.seconds, prediction.host_seconds)
 
 
 def _in_words(plan: Plan, verbose: bool) -> Iterator[str]:
@@ -99,7 +98,7 @@ def _fullest(prediction: Prediction, name: str) -> tuple[int, str]:
 
 
 def _verdict(prediction: Prediction) -> str:
-    need, has = format_bytes(prediction.peak_reserved), format_bytes(prediction.capacity)
+    need, has = format_bytes(prediction.needed_bytes), format_bytes(prediction.capacity)
     if not prediction.fits:
         others = ((name, _fullest(prediction, name)[0], size) for name, size in prediction.other_devices.items())
         short = [
@@ -108,8 +107,6 @@ def _verdict(prediction: Prediction) -> str:
             if peak > size
         ]
         return f"does not fit, it needs {need} and the card has {has} for tensors{''.join(short)}"
-    if prediction.peak_reserved > prediction.capacity:
-        return f"fits into {has} by giving cached memory back, with {need} it would not have to"
     return f"fits, {need} of {has}"
 
 
@@ -131,8 +128,10 @@ def to_mapping(prediction: Prediction) -> dict[str, Any]:
         "lossless": not trace.lossy,
         "predicted": {
             "peak_bytes": trace.peak_bytes,
+            "needed_bytes": prediction.needed_bytes,
             "peak_reserved_bytes": prediction.peak_reserved,
             "seconds": trace.seconds if prediction.fits else None,
+            "host_seconds": prediction.host_seconds if prediction.fits else None,
             "seconds_range": _range(prediction) if prediction.fits else None,
             "rates": prediction.rates,
         },

@@ -6,19 +6,19 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tightfit.catalog.cuda import CONTEXT
 from tightfit.plan.default_rates import computer_with, with_default_rates
-from tightfit.plan.forecast import simulate_jointly
+from tightfit.plan.forecast import PhaseEstimate, simulate_jointly
 from tightfit.plan.options import variant_of
 from tightfit.plan.presets import plan_for
 from tightfit.schema.footprint import Component, Footprint
 from tightfit.schema.machine import Accelerator, Machine
 from tightfit.schema.plan import Plan
 from tightfit.schema.results import PhaseTrace, Prediction, Trace
-from tightfit.schema.stores import default_store_rates
+from tightfit.schema.stores import StoreRates, default_store_rates
 
 __all__ = ["KNOWN_NOTE", "capacity_of", "counted", "main_dtype", "needs_store_rates"]
 
@@ -58,7 +58,8 @@ def counted(
     )
     planned_seconds = {phase.name: phase.seconds for phase in plan.forecast}
     phases, now = list[PhaseTrace](), 0.0
-    simulated = simulate_jointly(footprint, plan, devices, default_store_rates(host, accelerator))
+    rates = default_store_rates(host, accelerator)
+    simulated = simulate_jointly(footprint, plan, devices, rates)
     for phase, estimates in zip(footprint.with_variant(variant_of(footprint, plan)).phases, simulated, strict=True):
         own = estimates[plan.device]
         peaks = {name: each.weights + each.allocator_bytes for name, each in estimates.items()}
@@ -80,13 +81,34 @@ def counted(
         card=name,
         capacity=capacities[plan.device],
         other_devices=elsewhere,
+        needed_bytes=max(phase.peak_reserved for phase in phases),
         fits=all(fits),
         plan=plan,
         trace=Trace(
             device=name, seconds=now, phases=tuple(phases), caches=footprint.kept, lossy=plan.lossy, notes=(note,)
         ),
+        host_seconds=_host_seconds(footprint, plan, devices, rates, _seconds_of(simulated)),
         dtype=main_dtype(footprint.components),
     )
+
+
+def _host_seconds(
+    footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], rates: StoreRates, seconds: float
+) -> float:
+    """How many of the `seconds` of a call the host works: what a host that is a little slower adds, extrapolated."""
+    slower = {
+        name: each.model_copy(update={field: getattr(each, field) * (1 + _SLOWER) for field in _HOST})
+        for name, each in devices.items()
+    }
+    return max(_seconds_of(simulate_jointly(footprint, plan, slower, rates)) - seconds, 0.0) / _SLOWER
+
+
+_SLOWER = 0.01
+_HOST = "launch_overhead", "module_overhead", "resident_overhead", "streamed_overhead"
+
+
+def _seconds_of(simulated: Sequence[Mapping[str, PhaseEstimate]]) -> float:
+    return sum(each.seconds for estimates in simulated for each in estimates.values())
 
 
 def main_dtype(components: Sequence[Component]) -> str | None:

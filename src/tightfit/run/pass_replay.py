@@ -33,6 +33,7 @@ class _RecordedPass:
 
     output: Any  # its tensors on "meta"
     nanoseconds: int
+    of_host: int  # nanoseconds of them in which the host works on the critical path
     above: int  # peak bytes above those at its start
     bytes_in: int  # host to device
     bytes_out: int  # device to host
@@ -147,7 +148,7 @@ def _copy_of(value: Any) -> Callable[[], Any]:
 
 def _repeat(recorded: _RecordedPass, recorder: Recorder, card: SimulatedCard) -> Any:
     recorder.repeat(recorded.moments)
-    card.timeline.run(card.stream, "compute", recorded.nanoseconds)
+    card.timeline.run(card.stream, "compute", recorded.nanoseconds, of_host=recorded.of_host)
     card.live.reach(recorded.above)
     recorder.moved(bytes_in=recorded.bytes_in, bytes_out=recorded.bytes_out)
     return _placed(recorded.output, torch.device(NAME, card.index))
@@ -155,12 +156,12 @@ def _repeat(recorded: _RecordedPass, recorder: Recorder, card: SimulatedCard) ->
 
 def _watched(work: Callable[[], Any], recorder: Recorder, card: SimulatedCard) -> tuple[Any, _RecordedPass]:
     free_dead_tensors()
-    counter, begun, crossed = card.live, card.now, (card.bytes_in, card.bytes_out)
+    counter, begun, crossed = card.live, card.end, (card.bytes_in, card.bytes_out)
     moments: list[Moment] = []
 
     def watch(_: KernelCost) -> None:
         activations = max(counter.now - recorder.weights, 0)
-        moments.append(Moment((card.now - begun) * 1e-9, recorder.weights, activations))
+        moments.append(Moment((card.now - begun.now) * 1e-9, recorder.weights, activations))
 
     before, highest = counter.now, counter.peak
     counter.reset_peak()
@@ -172,7 +173,8 @@ def _watched(work: Callable[[], Any], recorder: Recorder, card: SimulatedCard) -
     above, counter.peak = counter.peak - before, max(counter.peak, highest)
     recorded = _RecordedPass(
         _placed(output, torch.device("meta")),
-        card.now - begun,
+        card.now - begun.now,
+        card.end.host - begun.host,
         above,
         card.bytes_in - crossed[0],
         card.bytes_out - crossed[1],

@@ -182,7 +182,8 @@ def _joined(one: Prediction, other: Prediction) -> Prediction:
     ]
     seconds = max(one.trace.seconds, other.trace.seconds)
     trace = one.trace.model_copy(update={"phases": tuple(phases), "seconds": seconds})
-    return one.model_copy(update={"trace": trace, "fits": one.fits and other.fits})
+    more = {field: max(getattr(one, field), getattr(other, field)) for field in ("needed_bytes", "host_seconds")}
+    return one.model_copy(update={"trace": trace, "fits": one.fits and other.fits, **more})
 
 
 _SIZES = ("seconds", "peak_bytes", "peak_weights", "peak_reserved")

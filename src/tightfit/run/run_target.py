@@ -123,8 +123,8 @@ class RunTarget:
             return self.device.free_bytes()
         if not prediction.fits:
             raise BudgetTooSmall(
-                f"{request.described} needs {format_bytes(prediction.peak_reserved)} on {self.device.name}, which "
+                f"{request.described} needs {format_bytes(prediction.needed_bytes)} on {self.device.name}, which "
                 f"has {format_bytes(prediction.capacity)}",
-                needed_bytes=prediction.peak_reserved,
+                needed_bytes=prediction.needed_bytes,
             )
-        return max(prediction.peak_reserved, prediction.trace.peak_bytes) + held
+        return max(prediction.needed_bytes, prediction.trace.peak_bytes) + held

@@ -40,8 +40,7 @@ from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction, Trace
 from tightfit.schema.step_cache import StepCache
-from tightfit.simulator.allocator import CardFull
-from tightfit.simulator.allocator_replay import replay
+from tightfit.simulator.allocator_replay import least_capacity
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.operations import NAME
 
@@ -240,20 +239,26 @@ def simulate_call(
             simulated.kernel_callbacks.append(
                 lambda _: simulated.set_time_scale(time_scales.get(recorder.live().phase, 1.0))
             )
+        before = simulated.end.host
         messages = simulation.run()
+        host_seconds = (simulated.end.host - before) * 1e-9
     called = dict(zip(theirs, ours, strict=True))
     plan, trace = _renamed(simulation.fitted.plan, called), simulation.fitted.report().trace
     capacities = {name: capacity_of(plan, each) for name, each in zip(ours, all_of_them, strict=True)}
-    there = zip(cards, capacities.values(), strict=True)
-    fits = all(_fits(card, capacity, expandable=plan.expandable_segments) for card, capacity in there)
+    needed = {
+        name: least_capacity(each.allocator.history, expandable=plan.expandable_segments)
+        for name, each in zip(ours, cards, strict=True)
+    }
     name = card or accelerator.product_name or accelerator.name
     return Prediction(
         model=title or (model if isinstance(model, str) else model.path.name),
         card=name,
-        capacity=capacities.pop(plan.device),
-        other_devices={other: capacity for other, capacity in capacities.items() if other in plan.devices},
-        fits=fits,
+        capacity=capacities[plan.device],
+        other_devices={other: capacity for other, capacity in capacities.items() if other in plan.devices[1:]},
+        needed_bytes=needed[plan.device],
+        fits=all(needed[each] <= capacity for each, capacity in capacities.items()),
         plan=plan,
+        host_seconds=host_seconds,
         trace=_on(trace.model_copy(update={"notes": (*trace.notes, *messages)}), name, called),
         dtype=main_dtype(inspect_pipeline(simulation.pipe).components),
     )
@@ -285,14 +290,3 @@ def _on(trace: Trace, name: str, names: Mapping[str, str]) -> Trace:
         for phase in trace.phases
     )
     return trace.model_copy(update={"device": name, "rss_peak_bytes": 0, "phases": tuple(phases)})
-
-
-def _fits(card: SimulatedCard, capacity: int, *, expandable: bool) -> bool:
-    """Whether a card with `capacity` bytes is enough, if necessary with cached memory released in between."""
-    if card.held.peak <= capacity:
-        return True
-    try:
-        replay(card.allocator.history, capacity, expandable=expandable)
-    except CardFull:
-        return False
-    return True

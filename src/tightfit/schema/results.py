@@ -137,9 +137,11 @@ class Prediction(Record):
     card: str
     capacity: Positive  # bytes that the card has for tensors
     other_devices: dict[str, Positive] = Field(default_factory=dict)  # capacity of the other devices, by name
+    needed_bytes: Count  # least capacity for the call; the allocator gives cached memory back where that helps
     fits: bool
     plan: Plan
     trace: Trace
+    host_seconds: Real = 0.0  # of the trace's, in which nothing waits but for the host's work
     dtype: str | None = None  # dtype of most weights
     rates: Literal["nominal", "measured", "learned", "guessed"] = "nominal"  # source of the rates used for times
     would_fit: str | None = None  # what would fit, if this does not
@@ -147,4 +149,5 @@ class Prediction(Record):
 
     @property
     def peak_reserved(self) -> int:
+        """Peak bytes that the allocator reserves on a card that has room for all it keeps."""
         return max((phase.peak_reserved for phase in self.trace.phases), default=0)

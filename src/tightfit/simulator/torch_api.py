@@ -51,12 +51,14 @@ _counting: list[RemovableHandle] = []  # of the one hook
 
 
 def count_module_calls(hosts: Iterable[Host]) -> None:
-    """From now on count calls of modules for `hosts`, and for no others."""
+    """From now on count calls of modules for `hosts`, and for no others; not those that are followed on "meta"."""
     while _counting:
         _counting.pop().remove()
     each = tuple({id(host): host for host in hosts}.values())
 
-    def count(*_: Any) -> None:
+    def count(_: Any, given: tuple[Any, ...]) -> None:
+        if any(isinstance(value, torch.Tensor) and value.is_meta for value in given):
+            return
         for host in each:
             host.module_calls += 1
 
