@@ -97,7 +97,7 @@ def summed(groups: Sequence[Any]) -> list[Group]:
         each = group.amounts
         intensity = round(4 * math.log2(each.operations / each.traffic)) if each.operations and each.traffic else None
         size = round(2 * math.log2(each.traffic / group.kernels)) if each.traffic else None
-        key = group.kind, group.dtype, intensity, size
+        key = group.kind, group.dtype, intensity, size, each.divisions > 0
         amounts, kernels, calls = sums.get(key, (Amounts(0, 0), 0, 0))
         sums[key] = amounts.plus(each), kernels + group.kernels, calls + group.module_calls
     return [(kind, dtype, kernels, calls, tuple(own)) for (kind, dtype, *_), (own, kernels, calls) in sums.items()]

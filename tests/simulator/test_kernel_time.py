@@ -36,7 +36,7 @@ def test_the_longer_of_arithmetic_and_traffic_counts() -> None:
 
 
 def test_what_is_not_known_of_a_device_takes_no_time() -> None:
-    assert seconds(PLAIN, tile_operations=TERA, exponentials=TERA, serial=TERA) == 0
+    assert seconds(PLAIN, tile_operations=TERA, exponentials=TERA, serial=TERA, divisions=TERA) == 0
 
 
 def test_the_last_tiles_take_part_of_a_wave_but_never_more_than_that_part_of_the_product() -> None:
@@ -66,6 +66,11 @@ def test_copies_to_another_layout_come_before_and_after() -> None:
 
 def test_one_block_reads_its_values_one_after_another() -> None:
     assert seconds(CARD, traffic=10**9, serial=64 * 10**7) == pytest.approx(1)
+
+
+def test_the_place_of_each_element_is_computed_beside_its_traffic() -> None:
+    assert seconds(CARD, traffic=10**9, divisions=12 * 10**10) == pytest.approx(1)
+    assert seconds(CARD, traffic=10**12, divisions=12 * 10**10) == pytest.approx(1)
 
 
 def test_each_kernel_begins_and_ends() -> None:

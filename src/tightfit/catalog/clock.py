@@ -38,14 +38,14 @@ class Clock:
     # At so many operations a clock, a multiprocessor's tensor cores would wait for operands half of the time: in matrix
     # products (not on 9.0 to 10.3, where hardware fetches operands by itself), in convolutions, in attention.
     matmul_feed: float = 6000.0
-    convolution_feed: float = 2550.0  # fitted
+    convolution_feed: float = 3546.0  # fitted
     attention_feed: float = 8000.0
     # of the nominal rate: what FlashAttention-2's instructions reach at most
     attention_share: Mapping[str, float] = field(default_factory=lambda: {"9.0": 0.63, "10.0": 0.63})
     # of flash attention's rate: memory-efficient attention's, by a call that was published with a mask and without; and
     # before 8.0, where there is no flash attention (fitted)
     efficient_share: float = 0.57
-    early_share: float = 0.274
+    early_share: float = 0.261
     # operations a second that a watt sustains in half precision
     per_watt: Mapping[str, float] = field(
         default_factory=lambda: {
@@ -57,16 +57,16 @@ class Clock:
     per_watt_single: Mapping[str, float] = field(default_factory=lambda: {"7.5": 0.06e12})
     # of the clock that is left under sustained load, between none and a published trace of 1200 of 1410 MHz
     sustained: Mapping[str, float] = field(default_factory=lambda: {"8.0": 0.88})
-    boost: float = 1.09  # of GeForce cards' clock over its nominal value (fitted)
-    tail: float = 0.5  # see Accelerator.tail (fitted)
+    boost: float = 1.057  # of GeForce cards' clock over its nominal value (fitted)
+    tail: float = 0.314  # see Accelerator.tail (fitted)
     memory: float = 0.75  # of the nominal memory rate: what copies reach on A100 and T4, GeForce cards more
-    cache: float = 9.6  # bytes that the second-level cache gives a multiprocessor a clock (fitted)
+    cache: float = 7.645  # bytes that the second-level cache gives a multiprocessor a clock (fitted)
     single: float = 0.85  # of the nominal rate: products in single precision without tensor cores
     latency: float = 4e-6  # seconds in which a kernel starts and ends
     # host seconds: measured on a slow server core with torch's own CUDA code and kernels that do nothing (3.9 us for
     # each kernel, 16.8 us for each call of a module), times a factor that published host-bound times ask for (fitted);
     # and 4 us a launch in the driver
-    host: float = 1.815
+    host: float = 1.821
     kernel_host: float = 3.9e-6
     module_host: float = 16.8e-6
     driver: float = 4e-6

@@ -45,7 +45,7 @@ class KernelCounter:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str, int | None], tuple[Amounts, int, int]] = {}
+        self._sums: dict[tuple[str, str, tuple[int | None, bool]], tuple[Amounts, int, int]] = {}
 
     def add(self, work: KernelCost, times: int = 1) -> None:
         """Add `times` kernels of this cost."""
@@ -60,8 +60,15 @@ class KernelCounter:
         )
 
 
-def _size_class(amounts: Amounts) -> int | None:
-    """Operations per byte as a power of the square root of two; of memory traffic alone, bytes as a power of two."""
+def _size_class(amounts: Amounts) -> tuple[int | None, bool]:
+    """Operations per byte as a power of the square root of two; of memory traffic alone, bytes as a power of two.
+
+    And whether the place of each element is computed.
+    """
+    return _power(amounts), amounts.divisions > 0
+
+
+def _power(amounts: Amounts) -> int | None:
     if amounts.operations and amounts.traffic:
         return round(2 * math.log2(amounts.operations / amounts.traffic))
     return round(math.log2(amounts.traffic)) if amounts.traffic else None

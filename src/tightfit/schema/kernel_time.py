@@ -7,6 +7,7 @@ multiprocessors are known also what this bound leaves out, from published measur
 - attention's exponentials, of which a multiprocessor computes 16 a clock, beside its products;
 - tensors that fit into the second-level cache are read from there;
 - a normalization reads each group of channels by one multiprocessor, however many are idle;
+- pointwise kernels whose operands are laid out differently compute the place of each element;
 - convolutions copy tensors to channels-last, before and after;
 - each kernel starts and ends.
 """
@@ -22,6 +23,10 @@ EXPONENTIALS = 16  # of a multiprocessor a clock (CUDA C++ Programming Guide, ar
 # (record 0081)
 READ_BY_BLOCK = 0.64
 
+# elements, times dimensions to divide by, that a multiprocessor finds a clock: 10.5 million in 32 us on an H200, by
+# PReLU with a weight for each column (record 0081)
+DIVISIONS = 1.2
+
 
 def kernel_seconds(device: Accelerator, kind: str, dtype: str, amounts: Amounts, kernels: int = 1) -> float:
     """Return the seconds of `kernels` kernels on `device`, one after another; what has no rate takes no time.
@@ -32,13 +37,16 @@ def kernel_seconds(device: Accelerator, kind: str, dtype: str, amounts: Amounts,
     computing = (amounts.operations + amounts.padding) / rate if rate else 0.0
     if device.multiprocessors and rate:
         computing += device.tail * min(amounts.tile_operations * device.multiprocessors, amounts.operations) / rate
-    if device.multiprocessors and device.clock:
-        computing += amounts.exponentials / (EXPONENTIALS * device.multiprocessors * device.clock)
     reading = amounts.serial / (READ_BY_BLOCK * device.clock) if device.clock else 0.0
+    indexing = 0.0
+    if device.multiprocessors and device.clock:
+        clocks = device.multiprocessors * device.clock
+        computing += amounts.exponentials / (EXPONENTIALS * clocks)
+        indexing = amounts.divisions / (DIVISIONS * clocks)
     moving = _moving_seconds(device, amounts.traffic, kernels)
     return (
         kernels * device.kernel_latency
-        + max(computing, moving, reading)
+        + max(computing, moving, reading, indexing)
         + _moving_seconds(device, amounts.copied, kernels)
     )
 

@@ -145,6 +145,7 @@ class Amounts(NamedTuple):
     tile_operations: int = 0  # of a matrix product: operations of one tile of its output
     copied: int = 0  # bytes read and written by copies to another layout, before and after the kernel
     serial: int = 0  # of a normalization: values that one block reads, one after another
+    divisions: int = 0  # of a pointwise kernel: see `element_divisions`
 
     def plus(self, other: Amounts, times: int = 1) -> Amounts:
         """Return the sum with `times` kernels of `other`."""
@@ -170,6 +171,7 @@ class KernelGroup(Record):
     tile_operations: Count = 0
     copied: Count = 0
     serial: Count = 0
+    divisions: Count = 0
     module_calls: Count = 0  # calls of modules before each kernel and after the one before it
 
     @property

@@ -16,6 +16,7 @@ from tightfit.catalog.cuda import product_workspaces
 from tightfit.schema.kernel_time import kernel_seconds
 from tightfit.schema.machine import EXCHANGES, Accelerator, Amounts, KernelKind
 from tightfit.simulator.output_layouts import GROUP_NORM_KEEPS_CHANNELS_LAST, normed_by_cudnn, suggested
+from tightfit.simulator.pointwise import element_divisions
 
 __all__ = ["KernelCost", "duration", "kernel_cost_of"]
 
@@ -82,7 +83,7 @@ def kernel_cost_of(
     dtype = outputs[0].dtype if outputs else torch.float32
     early, held = _buffers(op, args, outputs[0], accelerator) if outputs else ((), ())
     workspaces = _workspaces(op.overloadpacket, args, kwargs, outputs[0], accelerator) if kind == "matmul" else ()
-    amounts = _amounts(op, kind, args, outputs, traffic, accelerator)
+    amounts = _amounts(op, kind, args, inputs, outputs, traffic, accelerator)
     if kind == "convolution":
         amounts = amounts._replace(copied=2 * (sum(early) + sum(held)))
     return KernelCost(kind, dtype, amounts, early, held, workspaces)
@@ -92,12 +93,13 @@ def _amounts(
     op: torch._ops.OpOverload,
     kind: KernelKind,
     args: tuple[Any, ...],
+    inputs: list[torch.Tensor],
     outputs: list[torch.Tensor],
     traffic: int,
     accelerator: Accelerator,
 ) -> Amounts:
     if kind == "memory":
-        return Amounts(0, traffic)
+        return Amounts(0, traffic, divisions=element_divisions(op, inputs, outputs))
     if kind == "normalization":  # reads its input twice: for mean and variance, and to normalize it
         _, channels, pixels, groups = args[3:7]
         return Amounts(0, traffic + _touched(args[0]), serial=channels // groups * pixels)
