@@ -48,7 +48,7 @@ def row_of(model: str) -> dict[str, Any]:
     return {
         "title": known.title,
         "pipeline": known.pipeline,
-        "source": known.source,
+        "repository": known.repository,
         "request": known.request.described,
         "steps": known.request.steps,
         "weights": sum(part.bytes for part in parts),

@@ -24,7 +24,7 @@ RESULTS = ROOT / "bench/results"
 PAGES = (
     ROOT / "README.md", ROOT / "src/tightfit/demo/model/README.md",
     *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "demo-model", "device-maps", "prediction-accuracy")),
-    *(ROOT / "docs" / f"{name}.md" for name in ("step-caches", "torchrun")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("models", "step-caches", "torchrun")),
 )  # fmt: skip
 OURS = "tightfit"  # among contenders
 SWITCHES = {  # of diffusers, as bench/rivals.py calls them
@@ -552,6 +552,40 @@ def step_caches_kept() -> str:
     return f"{table(('', *models), cells)}\n\n{said}"
 
 
+def models() -> str:
+    """Every known model, pictures first, and the largest difference of its pipeline class at levels 0 to 3, tiny."""
+    found = read("models-simulated")
+    tiny = {row["name"]: row.get("levels", {}) for row in lines("pipelines")}
+    rows = []
+    for name, row in sorted(found["rows"].items(), key=lambda both: ("frames" in both[1]["request"], both[0])):
+        steps = f", {row['steps']} steps" if row["steps"] else ""
+        levels = tiny[row["pipeline"].removesuffix("Pipeline")]
+        rows.append(
+            (
+                f"`{name}`", row["repository"], f"{row['request']}{steps}", format_bytes(row["weights"]),
+                _needs(row["level 0"]), _needs(row[found["budget"]]), _largest(levels),
+            )
+        )  # fmt: skip
+    head = ("", "repository", "request", "weights", "level 0", "within 8 GB", "levels 0 to 3, tiny")
+    return table(head, rows)
+
+
+def _needs(row: dict[str, Any]) -> str:
+    """Bytes and the range of the time."""
+    if "seconds" not in row:
+        return f"needs {format_bytes(row['needed'])}"
+    least, most = map(format_seconds, row["range"])
+    return f"{format_bytes(row['needed'])}, {least} to {most}"
+
+
+def _largest(levels: dict[str, Any]) -> str:
+    """The largest difference, or what a level says instead of one."""
+    words = [said for said in levels.values() if isinstance(said, str)]
+    if words or not levels:
+        return words[0] if words else "not run"
+    return f"{max(levels.values()):.0e}" if any(levels.values()) else "same bits"
+
+
 def _kept(row: dict[str, Any] | None) -> str:
     if row is None:
         return NONE
@@ -595,6 +629,7 @@ def _mapped(side: dict[str, Any]) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "score": score,
     "levels": levels,
+    "models": models,
     "vae": vae,
     "fp8": fp8,
     "device_maps": device_maps,

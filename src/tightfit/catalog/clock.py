@@ -14,7 +14,8 @@ from typing import Any
 
 __all__ = ["UNCERTAINTY", "Clock", "host_rates", "rates", "seconds_range"]
 
-# predicted by published time is off 1 by no more than this, nine times of ten (bench/results/clock.json)
+# predicted by published time is off 1 by no more than this, nine times of ten, by fits that know nothing of the model
+# (bench/results/clock.json)
 UNCERTAINTY = 0.2
 # what hosts took of what the clock says: steps of Stable Diffusion 1.5, in which an RTX 4090 and an A100 wait for the
 # host, took 24 to 43 ms, and 28 are predicted (bench/published_times.json)
