@@ -26,7 +26,8 @@ from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Machine
 from tightfit.schema.request import Request
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 
 MODELS = "sd-1.5,sdxl,flux.1-dev"
 ROOM = 2**50

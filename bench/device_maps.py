@@ -47,7 +47,8 @@ from tightfit.schema.machine import Machine
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import CASES
 
 CARD = "rtx4090"

@@ -23,8 +23,9 @@ from tightfit.measure.build_models import build_part
 from tightfit.run.simulate import simulate_call
 from tightfit.schema.request import Request
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.storage import free_dead_tensors
+from tightfit.simulator.timeline import Host
 
 GIB = 2**30
 BFLOAT16 = torch.bfloat16

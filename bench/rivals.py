@@ -38,9 +38,10 @@ from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Machine
 from tightfit.schema.request import Request
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.host_memory import mark_valueless
 from tightfit.simulator.storage import SMALL
+from tightfit.simulator.timeline import Host
 
 NAME = "rivals-simulated"
 ROOM = 2**50

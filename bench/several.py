@@ -25,7 +25,8 @@ from tightfit.schema.machine import Machine
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 
 MODELS = "sd-1.5,sdxl,sd3-medium,flux.1-dev,cogvideox-2b,wan-2.1-1.3b"
 

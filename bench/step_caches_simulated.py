@@ -42,8 +42,9 @@ from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
 from tightfit.schema.step_cache import STRATEGIES, StepCache
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.storage import free_dead_tensors
+from tightfit.simulator.timeline import Host
 
 NAME = "step-caches-simulated"
 ROOM = 2**50

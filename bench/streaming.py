@@ -36,7 +36,8 @@ from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan
 from tightfit.schema.request import Request
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tightfit.units import format_bytes
 
 MODELS = "sdxl,flux.1-dev,cogvideox-5b,wan-2.1-14b"

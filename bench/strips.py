@@ -23,7 +23,8 @@ from tightfit.catalog.known import known_card, known_model
 from tightfit.measure.build_models import build_part
 from tightfit.schema.footprint import FeatureMaps
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tightfit.units import format_bytes
 
 CARD = "rtx4090"

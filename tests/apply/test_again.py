@@ -19,7 +19,8 @@ from tightfit.errors import RunError
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentRun
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 
 
 class Work:

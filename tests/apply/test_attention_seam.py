@@ -35,7 +35,8 @@ from tightfit.apply.activations.chunked_attention import Scores
 from tightfit.devices.device import CpuDevice
 from tightfit.devices.simulated import SimulatedDevice
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import CASES, TinyCase, run
 
 ATTENTION = F.scaled_dot_product_attention

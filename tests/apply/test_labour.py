@@ -23,8 +23,9 @@ from tightfit.schema.footprint import STRIP_LIMITS, BlockUse, ComponentCall, Str
 from tightfit.schema.machine import KernelGroup
 from tightfit.schema.plan import ComponentPlan
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
+from tightfit.simulator.timeline import Host
 from tiny_autoencoders import CASES, TinyAutoencoder, decode
 
 WHOLE = 800_000  # bytes, of which strips get a quarter, a 16th and a 64th

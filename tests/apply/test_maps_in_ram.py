@@ -24,7 +24,8 @@ from tightfit.devices.simulated import SimulatedDevice
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.results import PhaseTrace
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 
 ROWS = 8
 WORKING = 20_000  # bytes: a dozen strips in the longest stage

@@ -21,7 +21,8 @@ from tightfit.plan.layer_selection import small_tensor_bytes
 from tightfit.plan.network_parts import block_order, part_of
 from tightfit.schema.plan import ComponentPlan
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import CASES, TinyCase, run
 
 ONE, OTHER, THIRD = "simulated:0", "simulated:1", "simulated:2"

@@ -19,7 +19,8 @@ from tightfit.apply.activations.strips.export_graph import UnsupportedGraph
 from tightfit.apply.activations.strips.strip_plan import peak_of_stages
 from tightfit.schema.footprint import FeatureMaps
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_autoencoders import CASES, decode
 
 STRIPS = 50_000  # bytes

@@ -22,7 +22,8 @@ from tightfit.measure.meter import TensorMeter
 from tightfit.schema.footprint import FeatureMaps
 from tightfit.simulator.backend import use_cards
 from tightfit.simulator.blocks import Block
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tightfit.units import format_bytes
 
 ROUNDING = 1e-5  # of the largest value, float32

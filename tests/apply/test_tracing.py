@@ -33,7 +33,8 @@ from tightfit.checkpoint.loading import load_pipeline
 from tightfit.errors import AlreadyFitted, InputError, ModelError, PlanError, RequestError, RunError
 from tightfit.run.models import find_model
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import CASES, TinyCase, run
 
 PIXART = next(case for case in MORE_CASES if case.name == "PixArtSigma")

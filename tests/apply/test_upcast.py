@@ -10,7 +10,8 @@ import torch
 import tightfit
 from simulator.conftest import ACCELERATOR
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import CASES, run
 
 CASE = next(case for case in CASES if case.name == "StableDiffusionXL")

@@ -22,7 +22,8 @@ from tightfit.measure.recorder import Recorder
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.results import PhaseTrace
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import _unet, heads
 
 Inputs = dict[str, Any]

@@ -15,7 +15,8 @@ from tightfit.devices.device import Device, LoopbackDevice
 from tightfit.devices.pinned_pool import ActivationHostPool, PinnedPool, bytes_of, is_dense
 from tightfit.devices.simulated import SimulatedDevice
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard, Values
+from tightfit.simulator.card import SimulatedCard, Values
+from tightfit.simulator.timeline import Host
 
 LINK = 25e9  # bytes a second
 

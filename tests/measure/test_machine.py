@@ -36,7 +36,8 @@ from tightfit.run import planning_context as machines
 from tightfit.run.planning_context import measured_machine
 from tightfit.schema.machine import Accelerator, Machine
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 
 KINDS, DTYPES = ("matmul", "convolution", "attention"), ("float32", "float16", "bfloat16")
 GIB = 2**30

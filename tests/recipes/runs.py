@@ -21,7 +21,8 @@ from tightfit import BudgetTooSmall
 from tightfit.apply.fitting import Fitted
 from tightfit.measure.modules import find_components, weight_tensors
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import PIXELS, TinyCase
 
 MIB = 2**20

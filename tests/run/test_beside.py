@@ -13,7 +13,8 @@ from simulator.conftest import ACCELERATOR
 from tightfit.devices.simulated import SimulatedDevice
 from tightfit.errors import BudgetTooSmall
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
 

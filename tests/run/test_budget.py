@@ -33,7 +33,8 @@ from tightfit.schema.footprint import StripProfile
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.results import Trace
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import CASES, TinyCase, run
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")

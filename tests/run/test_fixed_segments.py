@@ -14,7 +14,8 @@ from tightfit.devices.simulated import SimulatedDevice
 from tightfit.run.footprints import Measurer
 from tightfit.schema.request import Request
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import CASES, run
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")

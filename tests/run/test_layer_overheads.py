@@ -15,7 +15,8 @@ from tightfit.apply.weights.host_overheads import layer_overheads
 from tightfit.devices.device import LoopbackDevice
 from tightfit.devices.simulated import SimulatedDevice
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import CASES
 
 MIB = 2**20

@@ -37,7 +37,8 @@ from tightfit.schema.machine import Accelerator, Budget, Machine
 from tightfit.schema.plan import ComponentPlan
 from tightfit.schema.results import CallMeasurement, PhaseMeasurement, Trace
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import CASES
 
 MIB = 2**20

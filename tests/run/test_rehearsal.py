@@ -28,7 +28,8 @@ from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 
 QUESTION = ("plan", "sd-1.5", "--card", "rtx3060", "--steps", "2", "--json")
 

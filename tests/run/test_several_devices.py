@@ -26,7 +26,8 @@ from tightfit.run.predict import forecast
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.results import Prediction
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import CASES, TinyCase, run
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")

@@ -15,7 +15,8 @@ from simulator.conftest import ACCELERATOR
 from tightfit import BudgetTooSmall
 from tightfit.measure.modules import find_components
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import CASES
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")

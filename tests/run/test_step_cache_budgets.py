@@ -29,7 +29,8 @@ from tightfit.schema.request import Request
 from tightfit.schema.results import Trace
 from tightfit.schema.step_cache import STRATEGIES, StepCache
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import PIXELS, TinyCase
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")

@@ -14,7 +14,8 @@ from tightfit.run.simulate import SimulationRun
 from tightfit.run.variants import measure_variants
 from tightfit.schema.footprint import Phase, Variant
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
 

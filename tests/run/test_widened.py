@@ -20,7 +20,8 @@ from tightfit.measure.modules import inspect_component
 from tightfit.plan.eight_bits import widened_bytes
 from tightfit.schema.plan import ComponentPlan
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import CASES
 
 MIB = 2**20

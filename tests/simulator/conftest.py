@@ -8,7 +8,8 @@ import pytest
 
 from tightfit.schema.machine import Accelerator
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard, Values
+from tightfit.simulator.card import SimulatedCard, Values
+from tightfit.simulator.timeline import Host
 
 ACCELERATOR = Accelerator(
     name="a card",

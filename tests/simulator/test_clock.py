@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tightfit.simulator.card import Host, Timeline
+from tightfit.simulator.timeline import Host, Timeline
 
 
 def test_a_copy_and_arithmetic_overlap_on_two_streams() -> None:

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from simulator.conftest import ACCELERATOR, MakeCards
 from tightfit import RunError
 from tightfit.simulator.backend import cards_in_use, use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.storage import free_dead_tensors, store_of
+from tightfit.simulator.timeline import Host
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64,
           torch.float8_e4m3fn, torch.float8_e5m2]  # fmt: skip

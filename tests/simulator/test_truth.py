@@ -13,7 +13,8 @@ from tightfit.checkpoint.loading import load_pipeline
 from tightfit.run.models import find_model
 from tightfit.schema.results import Trace
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import CASES, run
 
 

@@ -21,7 +21,8 @@ from simulator.conftest import ACCELERATOR
 from tightfit.errors import TightfitError
 from tightfit.measure.modules import find_components, find_role
 from tightfit.simulator.backend import use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 from tiny_pipelines import CASES, PIXELS
 
 MIB = 2**20

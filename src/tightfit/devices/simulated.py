@@ -13,10 +13,11 @@ from tightfit.devices.device import Device
 from tightfit.errors import InputError
 from tightfit.simulator.backend import SIMULATOR_LOCK, cards_in_use
 from tightfit.simulator.backward import ReleasedSaves
-from tightfit.simulator.card import Point, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.host_memory import is_pinned, pin
 from tightfit.simulator.operations import NAME
 from tightfit.simulator.storage import free_dead_tensors, store_of
+from tightfit.simulator.timeline import Point
 
 __all__ = ["SimulatedDevice"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from tightfit.catalog.clock import UNCERTAINTY
 from tightfit.report.summary import align
 from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel, Largest, LevelRow, LevelTable
 from tightfit.schema.request import Request
@@ -29,6 +30,7 @@ LEGEND = (
     f"level: the lowest preset that fits ({PRESETS}); {NONE}: none does, only the plan that is made for the card",
     "peak, time, plan: of the plan that is made for the card, which is lossless, and what tightfit does by itself; "
     "predicted, of one call with all weights in RAM: no card was timed",
+    f"time: ± {100 * UNCERTAINTY:.0f} %, and more where a small model's card waits for the host",
     "slower: times as long as on a card of the same speed with memory without end",
     "largest: of the sizes that were tried, the largest that fits; +: nothing larger was tried; *: the model takes no "
     "more",

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from tightfit.schema.machine import Accelerator
 from tightfit.simulator.backend import SIMULATOR_LOCK, cards_in_use, use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.timeline import Host
 
 __all__ = ["unlimited_card", "unlimited_cards"]
 

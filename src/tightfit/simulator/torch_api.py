@@ -14,8 +14,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.storage import store_of
+from tightfit.simulator.timeline import Host
 
 __all__ = ["Stream", "count_module_calls", "giving_to", "group_norm", "offer_generators", "register"]
 

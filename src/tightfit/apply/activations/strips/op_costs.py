@@ -21,8 +21,9 @@ from tightfit.plan.default_rates import ANY_CARD
 from tightfit.schema.footprint import StripStageProfile
 from tightfit.schema.machine import KernelGroup, LayerWork
 from tightfit.simulator.backend import SIMULATOR_LOCK, cards_in_use, use_cards
-from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
+from tightfit.simulator.timeline import Host
 
 __all__ = ["DeviceLayouts", "GivenLayout", "HostLayouts", "OpCostCache", "OpLayout", "StageCost", "dense"]
 
