@@ -127,4 +127,4 @@ class RunTarget:
                 f"has {format_bytes(prediction.capacity)}",
                 needed_bytes=prediction.needed_bytes,
             )
-        return max(prediction.needed_bytes, prediction.trace.peak_bytes) + held
+        return max(prediction.peak_reserved, prediction.trace.peak_bytes) + held

@@ -245,10 +245,7 @@ def simulate_call(
     called = dict(zip(theirs, ours, strict=True))
     plan, trace = _renamed(simulation.fitted.plan, called), simulation.fitted.report().trace
     capacities = {name: capacity_of(plan, each) for name, each in zip(ours, all_of_them, strict=True)}
-    needed = {
-        name: least_capacity(each.allocator.history, expandable=plan.expandable_segments)
-        for name, each in zip(ours, cards, strict=True)
-    }
+    needed = {name: _needed(each, trace, plan) for name, each in zip(ours, cards, strict=True)}
     name = card or accelerator.product_name or accelerator.name
     return Prediction(
         model=title or (model if isinstance(model, str) else model.path.name),
@@ -262,6 +259,13 @@ def simulate_call(
         trace=_on(trace.model_copy(update={"notes": (*trace.notes, *messages)}), name, called),
         dtype=main_dtype(inspect_pipeline(simulation.pipe).components),
     )
+
+
+def _needed(card: SimulatedCard, trace: Trace, plan: Plan) -> int:
+    """Least bytes of `card` for its call; on a CPU, which has no segments, bytes of the tensors."""
+    if card.accelerator.is_cpu:
+        return max(phase.peak_reserved for phase in trace.phases)
+    return least_capacity(card.allocator.history, expandable=plan.expandable_segments)
 
 
 def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
