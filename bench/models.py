@@ -39,7 +39,8 @@ def predicted(model: str, choices: dict[str, Any], budget: str | None) -> dict[s
     if budget:
         row["placements"] = {name: part.described for name, part in told.plan.components.items()}
         row["vae"] = told.plan.vae.described
-    return row | ({"seconds": told.trace.seconds, "range": to_mapping(told)["predicted"]["seconds_range"]})
+    times = to_mapping(told)["predicted"]  # none where it does not fit
+    return row | {"seconds": times["seconds"], "range": times["seconds_range"]}
 
 
 def row_of(model: str) -> dict[str, Any]:

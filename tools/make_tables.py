@@ -571,8 +571,8 @@ def models() -> str:
 
 
 def _needs(row: dict[str, Any]) -> str:
-    """Bytes and the range of the time."""
-    if "seconds" not in row:
+    """Bytes and the range of the time, if it fits."""
+    if not row["fits"]:
         return f"needs {format_bytes(row['needed'])}"
     least, most = map(format_seconds, row["range"])
     return f"{format_bytes(row['needed'])}, {least} to {most}"
