@@ -92,6 +92,8 @@ bench: $(READY)  ## measure, and write bench/results/
 
 chart: $(READY)  ## every known model on a card of each size, and the guides; hours the first time, goes on where it was
 	$(BIN)/python bench/chart.py --models all > /dev/null
+	$(BIN)/python bench/models.py > /dev/null
+	$(BIN)/python tools/make_tables.py
 	$(BIN)/python tools/make_guides.py
 
 lint: $(READY)

@@ -23,7 +23,7 @@ HOSTS = 0.84, 1.53
 
 
 def seconds_range(seconds: float, host_seconds: float) -> tuple[float, float]:
-    """Lowest and highest seconds to expect of a call that takes `seconds`, in `host_seconds` of which the host works.
+    """Return the range of a call's predicted `seconds`, of which `host_seconds` are the host's work.
 
     A known card says nothing of the processor beside it, so the host's part is the less certain one.
     """

@@ -63,7 +63,7 @@ class KernelCounter:
 def _size_class(amounts: Amounts) -> tuple[int | None, bool]:
     """Operations per byte as a power of the square root of two; of memory traffic alone, bytes as a power of two.
 
-    And whether the place of each element is computed.
+    And whether addresses are computed by divisions.
     """
     return _power(amounts), amounts.divisions > 0
 

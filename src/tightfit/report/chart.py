@@ -30,7 +30,7 @@ LEGEND = (
     f"level: the lowest preset that fits ({PRESETS}); {NONE}: none does, only the plan that is made for the card",
     "peak, time, plan: of the plan that is made for the card, which is lossless, and what tightfit does by itself; "
     "predicted, of one call with all weights in RAM: no card was timed",
-    f"time: ± {100 * UNCERTAINTY:.0f} %, and more where a small model's card waits for the host",
+    f"time: ± {100 * UNCERTAINTY:.0f} %, and more for small models, whose time depends on the processor",
     "slower: times as long as on a card of the same speed with memory without end",
     "largest: of the sizes that were tried, the largest that fits; +: nothing larger was tried; *: the model takes no "
     "more",

@@ -7,7 +7,7 @@ multiprocessors are known also what this bound leaves out, from published measur
 - attention's exponentials, of which a multiprocessor computes 16 a clock, beside its products;
 - tensors that fit into the second-level cache are read from there;
 - a normalization reads each group of channels by one multiprocessor, however many are idle;
-- pointwise kernels whose operands are laid out differently compute the place of each element;
+- pointwise kernels whose operands are laid out differently compute the address of each element by divisions;
 - convolutions copy tensors to channels-last, before and after;
 - each kernel starts and ends.
 """
@@ -23,8 +23,8 @@ EXPONENTIALS = 16  # of a multiprocessor a clock (CUDA C++ Programming Guide, ar
 # (record 0081)
 READ_BY_BLOCK = 0.64
 
-# elements, times dimensions to divide by, that a multiprocessor finds a clock: 10.5 million in 32 us on an H200, by
-# PReLU with a weight for each column (record 0081)
+# index divisions of a multiprocessor a clock: 10.5 million in 32 us on an H200, by PReLU with a weight for each column
+# (record 0081)
 DIVISIONS = 1.2
 
 

@@ -145,7 +145,7 @@ class Amounts(NamedTuple):
     tile_operations: int = 0  # of a matrix product: operations of one tile of its output
     copied: int = 0  # bytes read and written by copies to another layout, before and after the kernel
     serial: int = 0  # of a normalization: values that one block reads, one after another
-    divisions: int = 0  # of a pointwise kernel: see `element_divisions`
+    divisions: int = 0  # of a pointwise kernel: of indices, see `element_divisions`
 
     def plus(self, other: Amounts, times: int = 1) -> Amounts:
         """Return the sum with `times` kernels of `other`."""
