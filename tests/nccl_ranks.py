@@ -17,15 +17,29 @@ def tried(rank: int, trial: Trial) -> Trial:
 
     torch.cuda.set_device(rank)
     if trial.get("without_wait"):
-        large = torch.ones(1 << 16, device="cuda")
-        dist.all_reduce(large)
-        work = dist.all_reduce(large, async_op=True)
-        found = (large * 1).cpu()  # with what was there before
-        work.wait()
-        return {"found": found.unique().tolist(), "after": (large * 1).cpu().unique().tolist(), "counts": counts()}
+        return without_wait(rank)
     dtype = getattr(torch, trial["dtype"])
     values = [_values(torch, each, dtype) for each in range(dist.get_world_size())]
     return {"wrong": wrong(rank, values), "counts": counts()}
+
+
+def without_wait(rank: int) -> dict[str, Any]:
+    """Sum three times. In the second or the third sum this rank reads before the other one has begun it."""
+    import torch
+    import torch.distributed as dist
+
+    large = torch.ones(1 << 16, device="cuda")
+    dist.all_reduce(large)
+    found = None
+    for early in range(2):
+        if rank != early:
+            dist.all_reduce(torch.zeros(1))  # by gloo: begins when the other has read
+        work = dist.all_reduce(large, async_op=True)
+        if rank == early:
+            found = (large * 1).cpu()  # with what was there before
+            dist.all_reduce(torch.zeros(1))
+        work.wait()
+    return {"found": found.unique().tolist(), "after": (large * 1).cpu().unique().tolist(), "counts": counts()}
 
 
 def _values(torch: Any, rank: int, dtype: Any) -> Any:
