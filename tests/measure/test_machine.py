@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from simulator.conftest import ACCELERATOR
 from tightfit import cli, fit
+from tightfit.catalog.known import known_card
 from tightfit.devices import choose as choice
 from tightfit.devices import device as seam
 from tightfit.devices import ram
@@ -29,18 +30,21 @@ from tightfit.devices.device import CpuDevice, LoopbackDevice
 from tightfit.devices.ram import pinnable_bytes, ram_bytes, ram_free, ram_limit
 from tightfit.files import cache_folder
 from tightfit.measure import rates
+from tightfit.measure.disk_rate import disk_rate
 from tightfit.measure.kept_rates import known_accelerator
-from tightfit.measure.rates import Work, device_rates, disk_rate, measure_rates, rate_of
+from tightfit.measure.rates import Work, device_rates, measure_rates, timed
 from tightfit.report.machine import describe_machine
 from tightfit.run import planning_context as machines
 from tightfit.run.planning_context import measured_machine
-from tightfit.schema.machine import Accelerator, Machine
+from tightfit.schema.kernel_time import kernel_seconds
+from tightfit.schema.machine import Accelerator, Amounts, Machine
 from tightfit.simulator.backend import use_cards
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.timeline import Host
 
 KINDS, DTYPES = ("matmul", "convolution", "attention"), ("float32", "float16", "bfloat16")
 GIB = 2**30
+CPU = Accelerator(name="cpu", kind="cpu", bytes=GIB)
 TOTAL = psutil.virtual_memory().total
 
 pytestmark = pytest.mark.skipif(choose_device().kind != "cpu", reason="these are of a computer without a card")
@@ -126,6 +130,36 @@ def test_a_simulated_cards_rates_are_those_it_was_given(monkeypatch: pytest.Monk
     assert [note.partition(" not measured: ")[0] for note in notes] == ["simulated:0: link rate out"]  # has no numbers
 
 
+# what kernels of the transformers and U-Nets of models compute and move
+KERNELS = {
+    "product": ("matmul", Amounts(2 * 4608 * 3072 * 12288, 220 * 10**6, tile_operations=2 * 128 * 128 * 3072)),
+    "small product": ("matmul", Amounts(2 * 154 * 1536 * 1536, 6 * 10**6, tile_operations=2 * 128 * 128 * 1536)),
+    "attention": ("attention", Amounts(4 * 24 * 4608**2 * 128, 113 * 10**6, exponentials=24 * 4608**2)),
+    "narrow heads": ("attention", Amounts(4 * 10 * 4096**2 * 64, 21 * 10**6, exponentials=10 * 4096**2)),
+    "with a mask": ("efficient-attention", Amounts(4 * 24 * 4608**2 * 128, 113 * 10**6, exponentials=24 * 4608**2)),
+    "convolution": ("convolution", Amounts(2 * 9 * 640**2 * 64**2, 18 * 10**6, tile_operations=2 * 128 * 128 * 5760)),
+    "norm": ("normalization", Amounts(0, 10**6, serial=10 * 128**2)),
+    "modulation": ("memory", Amounts(0, 85 * 10**6, divisions=2 * 4096 * 3072)),
+    "in the cache": ("memory", Amounts(0, 8 * 10**6)),
+}
+
+
+@pytest.mark.parametrize("name", ["rtx4090", "a100", "h100", "t4"])
+def test_a_known_card_measured_takes_the_time_of_the_known_card(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "MOST_RUNS", 3)
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    known = known_card(name)
+    use_cards([SimulatedCard(0, known, Host(), "shapes")])
+    found, _ = device_rates(choose_device("simulated:0"), 0.5, lambda name: None)
+    card = Accelerator(name="measured", kind="simulated", bytes=1, **found)
+    for what, (kind, amounts) in KERNELS.items():
+        here, nominal = (kernel_seconds(each, kind, "float16", amounts) for each in (card, known))
+        assert here == pytest.approx(nominal, rel=0.03), what
+    plain = Accelerator(name="plain", kind="simulated", bytes=1, arithmetic_rates=card.arithmetic_rates)
+    kind, amounts = KERNELS["small product"]
+    assert kernel_seconds(plain, kind, "float16", amounts) < 0.7 * kernel_seconds(known, kind, "float16", amounts)
+
+
 def test_a_link_is_measured_in_both_directions() -> None:
     found, notes = device_rates(LoopbackDevice(), 0.2, lambda name: None)
     assert notes == []
@@ -158,7 +192,7 @@ class Clock:
 
     def make(self, size: int) -> Work:
         self.sizes.add(size)
-        return Work(lambda: self._pass(self.smallest * 4**size), 4**size)
+        return Work(lambda: self._pass(self.smallest * 4**size), Amounts(0, 4**size))
 
     def _pass(self, seconds: float) -> None:
         self.time += seconds + next(self.hiccups)
@@ -167,7 +201,8 @@ class Clock:
 @pytest.mark.parametrize(("seconds", "largest"), [(1e-5, 5), (1e-3, 3), (0.02, 1), (0.2, 0), (5.0, 0)])
 def test_work_grows_while_there_is_time(seconds: float, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, seconds=seconds)
-    assert rate_of(CpuDevice(), clock.make, 1.0) == pytest.approx(1 / seconds)
+    work, taken = timed(CpuDevice(), clock.make, 1.0)
+    assert work.rate(taken, CPU) == pytest.approx(1 / seconds)
     assert clock.sizes == set(range(largest + 1))
     assert clock.time < 1.6 or (largest == 0 and clock.time <= 6 * seconds)
 
@@ -175,7 +210,8 @@ def test_work_grows_while_there_is_time(seconds: float, largest: int, monkeypatc
 def test_the_median_does_not_see_a_few_hiccups(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, seconds=0.01)
     clock.hiccups = itertools.cycle([0.0, 0.0, 0.0, 0.0, 0.15])
-    assert rate_of(CpuDevice(), clock.make, 3.0) == pytest.approx(100)
+    work, taken = timed(CpuDevice(), clock.make, 3.0)
+    assert work.rate(taken, CPU) == pytest.approx(100)
 
 
 def test_others_at_work_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

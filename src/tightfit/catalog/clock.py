@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["UNCERTAINTY", "Clock", "host_rates", "rates", "seconds_range"]
+__all__ = ["UNCERTAINTY", "Clock", "host_rates", "kernel_terms", "rates", "seconds_range", "sustained_clock"]
 
 # predicted by published time is off 1 by no more than this, nine times of ten, by fits that know nothing of the model
 # (bench/results/clock.json)
@@ -81,8 +81,7 @@ def rates(facts: Mapping[str, Any], clock: Clock | None = None) -> dict[str, Any
     """Return the fields of an Accelerator that say how fast a card of the catalog is."""
     clock = clock or Clock()
     capability, nominal = facts["compute_capability"], facts["arithmetic_rates"]
-    geforce = facts["title"].startswith("GeForce")
-    boost = clock.boost if geforce else clock.sustained.get(capability, 1.0)
+    boost = sustained_clock(capability, facts["title"], clock)
     processors: int = facts["multiprocessors"]
     hertz = boost * nominal["float32"] / (2 * CORES.get(capability, 128) * processors)
     found: dict[str, float] = {}
@@ -97,14 +96,34 @@ def rates(facts: Mapping[str, Any], clock: Clock | None = None) -> dict[str, Any
         most = _fed(boost * nominal["tensorfloat32"], clock.convolution_feed / 2 * processors * hertz)
         found["convolution.float32"] = min(most, facts["watts"] * clock.per_watt[_generation(capability)] / 2)
         found["attention.float32"] = max(single, most / 3)
+    memory_rate = clock.memory * facts["memory_rate"]
     return {
         "arithmetic_rates": found,
-        "memory_rate": clock.memory * facts["memory_rate"],
+        "memory_rate": memory_rate,
+        **kernel_terms(processors, hertz, facts["l2_bytes"], memory_rate, clock),
+    }
+
+
+def sustained_clock(capability: str, name: str, clock: Clock | None = None) -> float:
+    """Return the share of its nominal clock at which the card of that product `name` runs under load."""
+    clock = clock or Clock()
+    return clock.boost if "GeForce" in name else clock.sustained.get(capability, 1.0)
+
+
+def kernel_terms(
+    processors: int, hertz: float, cache_bytes: int, memory_rate: float | None = None, clock: Clock | None = None
+) -> dict[str, Any]:
+    """Return the fields of an Accelerator that refine kernels' times: on so many multiprocessors at `hertz`.
+
+    `cache_bytes` of the second-level cache; `memory_rate` in bytes a second, None if it is not known yet.
+    """
+    clock = clock or Clock()
+    return {
         "multiprocessors": processors,
         "clock": hertz,
         "tail": clock.tail,
-        "cache_bytes": facts["l2_bytes"],
-        "cache_rate": max(clock.cache * processors * hertz, clock.memory * facts["memory_rate"]),
+        "cache_bytes": cache_bytes,
+        "cache_rate": max(clock.cache * processors * hertz, memory_rate or 0.0),
         "kernel_latency": clock.latency,
     }
 

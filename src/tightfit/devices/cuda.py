@@ -147,6 +147,14 @@ class CudaDevice(Device):
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         return f"{major}.{minor}"
 
+    def processors(self) -> tuple[int, float, int] | None:
+        """None where torch does not say, and on ROCm, whose clock's terms are not known."""
+        told = torch.cuda.get_device_properties(self.torch_device)
+        kilohertz, cache_bytes = getattr(told, "clock_rate", 0), getattr(told, "L2_cache_size", 0)
+        if torch.version.hip or not kilohertz or not cache_bytes:
+            return None
+        return told.multi_processor_count, 1000.0 * kilohertz, cache_bytes
+
     def has_flash(self) -> bool:
         told = getattr(torch.backends.cuda, "is_flash_attention_available", None)
         return told is None or bool(told())

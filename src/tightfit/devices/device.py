@@ -57,6 +57,10 @@ class Device(ABC):
         """Compute capability of a CUDA card, e.g. "8.9"; None for other devices."""
         return None
 
+    def processors(self) -> tuple[int, float, int] | None:
+        """Multiprocessors, their nominal clock in hertz, and bytes of their second-level cache; None if not known."""
+        return None
+
     def has_flash(self) -> bool:
         """Whether torch was compiled with flash attention for such a device."""
         return True

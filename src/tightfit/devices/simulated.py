@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tightfit.catalog.clock import sustained_clock
 from tightfit.catalog.cuda import PAGE_TAIL
 from tightfit.devices.copy_stream import CopyStream, PendingCopy
 from tightfit.devices.device import Device
@@ -48,6 +49,16 @@ class SimulatedDevice(Device):
 
     def compute_capability(self) -> str | None:
         return self.card.accelerator.compute_capability
+
+    def product_name(self) -> str | None:
+        return self.card.accelerator.product_name or self.card.accelerator.name
+
+    def processors(self) -> tuple[int, float, int] | None:
+        like = self.card.accelerator
+        if not like.multiprocessors or not like.clock or not like.cache_bytes:
+            return None
+        nominal = like.clock / sustained_clock(like.compute_capability or "", like.name)
+        return like.multiprocessors, nominal, like.cache_bytes
 
     def saved_tensors(self) -> ReleasedSaves:
         return ReleasedSaves()

@@ -24,7 +24,15 @@ from tightfit.schema.machine import Accelerator, Machine
 
 __all__ = ["kept_file", "known_accelerator", "machine_key", "read_kept"]
 
-_MEASURING = ("measure/rates.py", "measure/layout_gains.py", "apply/weights/host_overheads.py")
+_MEASURING = (
+    "measure/rates.py",
+    "measure/disk_rate.py",
+    "measure/host_rates.py",
+    "measure/layout_gains.py",
+    "apply/weights/host_overheads.py",
+    "catalog/clock.py",
+    "schema/kernel_time.py",
+)
 
 
 def known_accelerator(device: Device) -> Accelerator:

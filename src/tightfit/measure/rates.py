@@ -1,4 +1,4 @@
-"""A device and a disk → their measured rates, within seconds.
+"""Devices and a disk → their measured rates, within seconds.
 
 Every rate is the median of several runs of one shape. The shapes are those of diffusion models (linear layers 3072
 wide, convolutions of 256 channels, 24 heads of 128), from a few tokens or pixels to thousands: each size is four times
@@ -6,39 +6,39 @@ the work of the previous one, and the size grows while larger ones still fit int
 card is measured at full load, and half precision on a CPU without instructions for it, a hundred times slower than
 single, takes no more time than the rest. It is measured nevertheless: without a rate of its own, it would count as fast
 as single.
+
+An arithmetic rate is that by which the clock's formula gives the measured time. What else the formula knows of a card
+(`kernel_terms`) is not measured: its multiprocessors, their clock and cache are as torch says, the rest as published.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import itertools
 import math
-import mmap
-import os
-import random
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import psutil
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tightfit.catalog.clock import kernel_terms, sustained_clock
 from tightfit.devices.choose import choose_device
 from tightfit.devices.device import Device
+from tightfit.measure.disk_rate import disk_rate
 from tightfit.measure.host_rates import LEAST_RUNS, MOST_RUNS, host_overheads
 from tightfit.measure.layout_gains import layout_gains
-from tightfit.schema.machine import Machine
-from tightfit.units import format_bytes
+from tightfit.schema.kernel_time import TILE, arithmetic_rate
+from tightfit.schema.machine import Accelerator, Amounts, Machine
 
-__all__ = ["Progress", "Work", "device_rates", "disk_rate", "measure_rates", "rate_of"]
+__all__ = ["Progress", "Work", "device_rates", "measure_rates", "timed"]
 
 Progress = Callable[[str, int, int], None]  # progress callback: name of the next rate, rates done, total rates
 
@@ -48,8 +48,8 @@ DISK_SECONDS = 2.5
 SIZES = 6  # number of sizes at most: the largest is 4⁵ times the smallest
 SHORTEST = 0.005  # seconds: shorter runs are repeated and timed together
 BUSY = 0.15  # share of CPU time used by other programs above which a note is added
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CHUNK, FILE = 8 * 2**20, 256 * 2**20
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, *HALVES)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,13 @@ class Work:
     """A repeatable benchmark workload."""
 
     run: Callable[[], object]
-    amount: float  # FLOP or bytes of one run
+    amounts: Amounts  # of one run
+
+    def rate(self, seconds: float, card: Accelerator) -> float:
+        """Operations, or bytes of work without operations, per second on `card` if a run takes `seconds`."""
+        if self.amounts.operations:
+            return arithmetic_rate(card, self.amounts, seconds)
+        return self.amounts.traffic / max(seconds - card.kernel_latency, seconds / 2)
 
 
 Make = Callable[[int], Work]  # takes a size: 0, 1, 2 …, each four times the work of the previous one
@@ -105,13 +111,15 @@ def _others() -> Callable[[], float]:
 def device_rates(device: Device, seconds: float, step: Callable[[str], None]) -> tuple[dict[str, Any], list[str]]:
     """Return the rates of `device` as fields of an Accelerator, and notes on the rates that could not be measured."""
     makers = _makers(device)
+    card = Accelerator(name=device.name, kind=device.kind, bytes=1, **_terms(device))
     found: dict[str, float] = {}
     notes = []
     with torch.inference_mode():
         for name, make in makers.items():
             step(f"{device.name}: {name.replace('_', ' ')}")
             try:
-                found[name] = rate_of(device, make, seconds / (len(makers) + 1))
+                work, taken = timed(device, make, seconds / (len(makers) + 1))
+                found[name] = work.rate(taken, card)
             except RuntimeError as error:  # from torch: a dtype without a kernel, too little memory …
                 reason, *_ = str(error).splitlines() or [type(error).__name__]
                 notes.append(f"{device.name}: {name.replace('_', ' ')} not measured: {reason}")
@@ -119,11 +127,20 @@ def device_rates(device: Device, seconds: float, step: Callable[[str], None]) ->
         step(f"{device.name}: launches")
         overheads = host_overheads(device, seconds / (len(makers) + 1))
     arithmetic = {name: found.pop(name) for name in list(found) if "." in name}
-    return {"arithmetic_rates": arithmetic, **overheads, **found}, notes
+    return {"arithmetic_rates": arithmetic, **overheads, **_terms(device, found.get("memory_rate")), **found}, notes
 
 
-def rate_of(device: Device, make: Make, seconds: float) -> float:
-    """Return the amount per second of the largest workload that can be run often enough in `seconds`."""
+def _terms(device: Device, memory_rate: float | None = None) -> dict[str, Any]:
+    """The clock's terms for `device` that are not measured here, as fields of an Accelerator."""
+    if (known := device.processors()) is None:
+        return {}
+    processors, nominal, cache_bytes = known
+    share = sustained_clock(device.compute_capability() or "", device.product_name() or "")
+    return kernel_terms(processors, share * nominal, cache_bytes, memory_rate)
+
+
+def timed(device: Device, make: Make, seconds: float) -> tuple[Work, float]:
+    """Return the largest workload that can be run often enough in `seconds`, and the seconds of one run."""
     make(0).run()  # the first call initializes libraries, which is not part of any rate
     device.synchronize()
     deadline = time.perf_counter() + seconds
@@ -147,17 +164,26 @@ def rate_of(device: Device, make: Make, seconds: float) -> float:
     runs: list[float] = []
     while len(runs) < LEAST_RUNS or (len(runs) < MOST_RUNS and time.perf_counter() < deadline):
         runs.append(device.seconds(run) / times)
-    return work.amount / statistics.median(runs)
+    return work, statistics.median(runs)
 
 
 def _makers(device: Device) -> dict[str, Make]:
     """The workloads to measure on `device`, by the names of an Accelerator's rates."""
-    kinds = {"matmul": _matmul, "convolution": _convolution, "attention": _attention}
+    kinds: dict[str, Callable[[Device, torch.dtype, int], Work]] = {
+        "matmul": _matmul,
+        "convolution": _convolution,
+        "attention": _attention,
+    }
     makers: dict[str, Make] = {
-        f"{kind}.{str(dtype).removeprefix('torch.')}": functools.partial(make, device, dtype)
+        f"{kind}.{_name(dtype)}": functools.partial(make, device, dtype)
         for kind, make in kinds.items()
         for dtype in DTYPES
     }
+    if device.compute_capability():  # the kernel of CUDA cards before 9.0 where a mask is given
+        makers |= {
+            f"efficient-attention.{_name(dtype)}": functools.partial(_attention, device, dtype, masked=True)
+            for dtype in HALVES
+        }
     makers["memory_rate"] = functools.partial(_memory, device)
     if device.separate:
         makers["link_rate"] = functools.partial(_link, device, False)
@@ -165,10 +191,21 @@ def _makers(device: Device) -> dict[str, Make]:
     return makers
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _product(operations: int, *parts: torch.Tensor, outputs: int) -> Amounts:
+    """Amounts of a matrix product or convolution of `parts` with so many `outputs`."""
+    traffic = sum(part.nbytes for part in parts) + outputs * parts[0].element_size()
+    return Amounts(operations, traffic, tile_operations=TILE * TILE * operations // outputs)
+
+
 def _matmul(device: Device, dtype: torch.dtype, size: int) -> Work:
     rows, width = 4 * 4**size, 3072
     tokens, weight = _noise(device, dtype, rows, width), _noise(device, dtype, width, width)
-    return Work(lambda: F.linear(tokens, weight), 2 * rows * width**2)
+    amounts = _product(2 * rows * width**2, tokens, weight, outputs=rows * width)
+    return Work(lambda: F.linear(tokens, weight), amounts)
 
 
 def _convolution(device: Device, dtype: torch.dtype, size: int) -> Work:
@@ -176,27 +213,36 @@ def _convolution(device: Device, dtype: torch.dtype, size: int) -> Work:
     picture, weight = _noise(device, dtype, 1, channels, side, side), _noise(device, dtype, channels, channels, 3, 3)
     if device.separate:  # where copies to this layout are counted beside the convolution
         picture, weight = (each.contiguous(memory_format=torch.channels_last) for each in (picture, weight))
-    return Work(lambda: F.conv2d(picture, weight, padding=1), 2 * 9 * channels**2 * side**2)
+    amounts = _product(2 * 9 * channels**2 * side**2, picture, weight, outputs=channels * side**2)
+    return Work(lambda: F.conv2d(picture, weight, padding=1), amounts)
 
 
-def _attention(device: Device, dtype: torch.dtype, size: int) -> Work:
+def _attention(device: Device, dtype: torch.dtype, size: int, *, masked: bool = False) -> Work:
     heads, positions, width = 24, 128 * 2**size, 128
     query, key, value = (_noise(device, dtype, 1, heads, positions, width) for _ in range(3))
-    return Work(lambda: F.scaled_dot_product_attention(query, key, value), 4 * heads * positions**2 * width)
+    mask = torch.ones(1, 1, 1, positions, dtype=torch.bool, device=device.torch_device) if masked else None
+    scores = heads * positions**2
+    amounts = Amounts(4 * scores * width, 4 * query.nbytes, exponentials=scores)
+
+    def run() -> None:
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION) if masked else contextlib.nullcontext():
+            F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    return Work(run, amounts)
 
 
 def _memory(device: Device, size: int) -> Work:
     """Copy one tensor to another, at the largest sizes far larger than caches."""
     count = min(2**16 * 4**size, device.free_bytes() // 32)
     source, target = torch.zeros(count, device=device.torch_device), torch.zeros(count, device=device.torch_device)
-    return Work(lambda: target.copy_(source), source.nbytes + target.nbytes)
+    return Work(lambda: target.copy_(source), Amounts(0, source.nbytes + target.nbytes))
 
 
 def _link(device: Device, out: bool, size: int) -> Work:
     here = device.pinned(2**18 * 4**size)
     there = torch.zeros(len(here), dtype=torch.uint8, device=device.torch_device)
     source, target = (there, here) if out else (here, there)
-    return Work(lambda: target.copy_(source, non_blocking=True), len(here))
+    return Work(lambda: target.copy_(source, non_blocking=True), Amounts(0, len(here)))
 
 
 def _noise(device: Device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -204,50 +250,3 @@ def _noise(device: Device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     few = torch.randn(2**12, generator=torch.Generator().manual_seed(0)).to(dtype).to(device.torch_device)
     count = math.prod(shape)
     return few.repeat(-(-count // len(few)))[:count].view(shape)
-
-
-def disk_rate(folder: Path, seconds: float) -> float:
-    """Bytes per second that a program reads from a file in `folder`, bypassing the page cache; OSError where it cannot.
-
-    The file has no name where the system supports that, and is unlinked at once where not: no file is left behind.
-    """
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < 4 * FILE:
-        message = (
-            f"the disk has {format_bytes(free_bytes)} of room, and a file of {format_bytes(FILE)} should not crowd it"
-        )
-        raise OSError(errno.ENOSPC, message)
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file, mmap.mmap(-1, CHUNK) as chunk:
-        chunk[:] = random.Random(0).randbytes(CHUNK)  # no zeros: file systems with compression would store nothing
-        chunks = _write(file, chunk, seconds / 2)
-        deadline = time.perf_counter() + seconds / 2
-        runs: list[float] = []
-        while not runs or (len(runs) < MOST_RUNS and time.perf_counter() < deadline):
-            if len(runs) % chunks == 0:
-                file.seek(0)
-                _bypass_cache(file.fileno())
-            start = time.perf_counter()
-            read = file.readinto(chunk)
-            runs.append(read / (time.perf_counter() - start))
-    return statistics.median(runs)
-
-
-def _write(file: BinaryIO, chunk: mmap.mmap, seconds: float) -> int:
-    """Write `chunk` through to the disk until FILE bytes are written or the time is over; return the chunks written."""
-    count, deadline = 0, time.perf_counter() + seconds
-    while count < FILE // CHUNK and (not count or time.perf_counter() < deadline):
-        file.write(chunk)
-        os.fsync(file.fileno())
-        count += 1
-    return count
-
-
-def _bypass_cache(handle: int) -> None:
-    """Make reads come from the disk: bypass the page cache, or drop the file's pages from it."""
-    if not hasattr(os, "O_DIRECT") or not hasattr(os, "posix_fadvise"):
-        raise OSError(errno.ENOTSUP, "this system has no way of reading past its page cache")
-    import fcntl  # not available on every system
-
-    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    with contextlib.suppress(OSError):  # in-memory and some network file systems refuse
-        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from tightfit.schema.machine import Accelerator, Amounts
 
-__all__ = ["kernel_seconds"]
+__all__ = ["TILE", "arithmetic_rate", "kernel_seconds"]
 
+TILE = 128  # rows and columns of the output that a multiprocessor computes at once, in a product
 EXPONENTIALS = 16  # of a multiprocessor a clock (CUDA C++ Programming Guide, arithmetic instructions)
 # values that one block of a normalization reads a clock: 1.27e9 a second at 1.98 GHz, from a profile of an H200
 # (record 0081)
@@ -34,21 +35,38 @@ def kernel_seconds(device: Accelerator, kind: str, dtype: str, amounts: Amounts,
     `amounts` is their sum; they should be of similar size.
     """
     rate = device.arithmetic_rate(kind, dtype)
-    computing = (amounts.operations + amounts.padding) / rate if rate else 0.0
-    if device.multiprocessors and rate:
-        computing += device.tail * min(amounts.tile_operations * device.multiprocessors, amounts.operations) / rate
+    computing = _operations(device, amounts) / rate + _exponential_seconds(device, amounts) if rate else 0.0
     reading = amounts.serial / (READ_BY_BLOCK * device.clock) if device.clock else 0.0
     indexing = 0.0
     if device.multiprocessors and device.clock:
-        clocks = device.multiprocessors * device.clock
-        computing += amounts.exponentials / (EXPONENTIALS * clocks)
-        indexing = amounts.divisions / (DIVISIONS * clocks)
+        indexing = amounts.divisions / (DIVISIONS * device.multiprocessors * device.clock)
     moving = _moving_seconds(device, amounts.traffic, kernels)
     return (
         kernels * device.kernel_latency
         + max(computing, moving, reading, indexing)
         + _moving_seconds(device, amounts.copied, kernels)
     )
+
+
+def arithmetic_rate(device: Accelerator, amounts: Amounts, seconds: float) -> float:
+    """Return the operations per second at which `kernel_seconds` of a kernel that arithmetic bounds are `seconds`.
+
+    Never more than twice its operations by its time.
+    """
+    rest = device.kernel_latency + _exponential_seconds(device, amounts)
+    return _operations(device, amounts) / max(seconds - rest, seconds / 2)
+
+
+def _operations(device: Accelerator, amounts: Amounts) -> float:
+    """Operations, with those that idle multiprocessors could have done meanwhile."""
+    tail = min(amounts.tile_operations * (device.multiprocessors or 0), amounts.operations)
+    return amounts.operations + amounts.padding + device.tail * tail
+
+
+def _exponential_seconds(device: Accelerator, amounts: Amounts) -> float:
+    if not device.multiprocessors or not device.clock:
+        return 0.0
+    return amounts.exponentials / (EXPONENTIALS * device.multiprocessors * device.clock)
 
 
 def _moving_seconds(device: Accelerator, size: int, kernels: int) -> float:

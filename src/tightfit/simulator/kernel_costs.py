@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from tightfit.catalog.cuda import product_workspaces
-from tightfit.schema.kernel_time import kernel_seconds
+from tightfit.schema.kernel_time import TILE, kernel_seconds
 from tightfit.schema.machine import EXCHANGES, Accelerator, Amounts, KernelKind
 from tightfit.simulator.output_layouts import GROUP_NORM_KEEPS_CHANNELS_LAST, normed_by_cudnn, suggested
 from tightfit.simulator.pointwise import element_divisions
@@ -51,7 +51,6 @@ _PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm
 _OVERWRITES = {aten.copy_, aten.fill_, aten.normal_, aten.uniform_, aten.zero_}
 _HALVES = (torch.float16, torch.bfloat16)
 SECTOR = 32  # bytes: the least that a card reads at a time
-TILE = 128  # rows and columns of the output that a multiprocessor computes at once, in a product
 HEAD = 32  # head dimensions are padded to a multiple of this by flash attention on cards
 
 
