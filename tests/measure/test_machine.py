@@ -29,7 +29,7 @@ from tightfit.devices.choose import choose_device, find_machine
 from tightfit.devices.device import CpuDevice, LoopbackDevice
 from tightfit.devices.ram import pinnable_bytes, ram_bytes, ram_free, ram_limit
 from tightfit.files import cache_folder
-from tightfit.measure import rates
+from tightfit.measure import host_rates, rates
 from tightfit.measure.disk_rate import disk_rate
 from tightfit.measure.kept_rates import known_accelerator
 from tightfit.measure.rates import Work, device_rates, measure_rates, timed
@@ -151,6 +151,7 @@ def test_a_known_card_measured_takes_the_time_of_the_known_card(name: str, monke
     known = known_card(name)
     use_cards([SimulatedCard(0, known, Host(), "shapes")])
     found, _ = device_rates(choose_device("simulated:0"), 0.5, lambda name: None)
+    assert found.keys() <= set(machines._RATES), "so all of it is kept"
     card = Accelerator(name="measured", kind="simulated", bytes=1, **found)
     for what, (kind, amounts) in KERNELS.items():
         here, nominal = (kernel_seconds(each, kind, "float16", amounts) for each in (card, known))
@@ -158,6 +159,25 @@ def test_a_known_card_measured_takes_the_time_of_the_known_card(name: str, monke
     plain = Accelerator(name="plain", kind="simulated", bytes=1, arithmetic_rates=card.arithmetic_rates)
     kind, amounts = KERNELS["small product"]
     assert kernel_seconds(plain, kind, "float16", amounts) < 0.7 * kernel_seconds(known, kind, "float16", amounts)
+
+
+def test_the_hosts_seconds_are_for_the_kernels_and_calls_of_modules_that_there_are() -> None:
+    known = known_card("rtx4090")
+    use_cards([card := SimulatedCard(0, known, Host(), "shapes")])
+    launched, called = list[object](), list[object]()
+    device = choose_device("simulated:0")
+    blocks = host_rates._Blocks().to(device.torch_device)
+    operations = host_rates._Operations(device.torch_device)
+    card.kernel_callbacks.append(launched.append)
+    operations()
+    assert len(launched) == host_rates.KERNELS_OF_OPERATIONS
+    launched.clear()
+    with torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: called.append(None)):
+        blocks()
+    assert (len(launched), len(called)) == (host_rates.KERNELS_OF_BLOCKS, host_rates.CALLS_OF_BLOCKS + 1)  # + itself
+    found = host_rates.host_overheads(device, 0.0)
+    assert found["launch_overhead"] == pytest.approx(known.launch_overhead, rel=0.01)
+    assert found["module_overhead"] == pytest.approx(known.module_overhead, rel=0.05)
 
 
 def test_a_link_is_measured_in_both_directions() -> None:
@@ -168,10 +188,12 @@ def test_a_link_is_measured_in_both_directions() -> None:
 
 
 def test_what_a_device_cannot_do_is_noted_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    convolve = F.conv2d
+
     def refuse(picture: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         if picture.dtype == torch.bfloat16:
             raise RuntimeError("no kernel\nfor bfloat16 here")
-        return picture
+        return convolve(picture, *rest, **more)
 
     monkeypatch.setattr(rates.F, "conv2d", refuse)
     found, notes = device_rates(CpuDevice(), 0.1, lambda name: None)
@@ -494,7 +516,8 @@ def test_gains_in_words() -> None:
 
 CARD = Accelerator(
     name="cuda:1", kind="cuda", bytes=24 * GIB, free=23 * GIB, product_name="NVIDIA GeForce RTX 4090",
-    compute_capability="8.9", arithmetic_rates={"matmul.bfloat16": 1.5e14, "convolution.float16": 9.87e8},
+    compute_capability="8.9", multiprocessors=128, clock=2.664e9,
+    arithmetic_rates={"matmul.bfloat16": 1.5e14, "convolution.float16": 9.87e8, "efficient-attention.float16": 9e13},
     memory_rate=900 * GIB, link_rate=25 * GIB, launch_overhead=4.21e-6, streamed_overhead=1.62e-5,
     resident_overhead=4e-6,
 )  # fmt: skip
@@ -516,12 +539,13 @@ def test_a_card_in_words() -> None:
         "page-locked RAM: up to 32 GiB now",
         "disk: not measured",
         "",
-        "cuda:1: NVIDIA GeForce RTX 4090, compute capability 8.9",
+        "cuda:1: NVIDIA GeForce RTX 4090, compute capability 8.9, 128 multiprocessors at 2.66 GHz",
         "",
         "  operations per second       float32       float16      bfloat16",
         "  matmul                 not measured  not measured         150 T",
         "  convolution            not measured         987 M  not measured",
         "  attention              not measured  not measured  not measured",
+        "  attention with a mask  not measured          90 T  not measured",
         "",
         "memory 900 GiB/s, link 25 GiB/s in, 25 GiB/s out, 4.21 µs of the host for each operation, "
         "0 µs for each call of a module, 16.2 µs for each streamed layer, 4 µs for a resident one",

@@ -51,14 +51,19 @@ def _disk(machine: Machine) -> str:
 
 
 def _title(accelerator: Accelerator) -> str:
-    capability = accelerator.compute_capability
-    title = f"{accelerator.name}: {accelerator.product_name or 'without a name'}"
-    return f"{title}, compute capability {capability}" if capability else title
+    parts = [f"{accelerator.name}: {accelerator.product_name or 'without a name'}"]
+    if accelerator.compute_capability:
+        parts.append(f"compute capability {accelerator.compute_capability}")
+    if accelerator.multiprocessors and accelerator.clock:
+        parts.append(f"{accelerator.multiprocessors} multiprocessors at {accelerator.clock / 1e9:.3g} GHz")
+    return ", ".join(parts)
 
 
 def _rates(accelerator: Accelerator) -> list[tuple[str, ...]]:
     rates = accelerator.arithmetic_rates
-    rows = ((kind, *(_operations(rates.get(f"{kind}.{dtype}")) for dtype in _DTYPES)) for kind in _KINDS)
+    masked = any(name.startswith("efficient-attention.") for name in rates)
+    kinds = [*((kind, kind) for kind in _KINDS), *([("attention with a mask", "efficient-attention")] * masked)]
+    rows = ((title, *(_operations(rates.get(f"{kind}.{dtype}")) for dtype in _DTYPES)) for title, kind in kinds)
     return [("operations per second", *_DTYPES), *rows]
 
 

@@ -58,6 +58,7 @@ QUANTUM = 512  # bytes: a card's allocator rounds sizes up to a multiple of this
 _RATES = (
     "arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "launch_overhead", "module_overhead",
     "streamed_overhead", "resident_overhead", "channels_last_gains",
+    "multiprocessors", "clock", "tail", "cache_bytes", "cache_rate", "kernel_latency",
 )  # fmt: skip
 
 
