@@ -23,6 +23,7 @@ _SURE = {
 }
 _LOSSLESS = "lossless: same numbers as with everything on the device"
 _HEADINGS = ("phase", "seconds", "calls", "peak", "of which weights", "reserved", "bytes in")
+_RANGE = "likely"  # heading of the column of likely seconds
 
 
 def describe(prediction: Prediction, *, verbose: bool = False) -> str:
@@ -39,7 +40,7 @@ def describe(prediction: Prediction, *, verbose: bool = False) -> str:
             *([prediction.would_fit] if prediction.would_fit else []),
             f"lossy: {'; '.join(trace.lossy)}" if trace.lossy else _LOSSLESS,
             "",
-            *align([_HEADINGS, *(_row(phase, prediction.fits) for phase in fold_phases(trace.phases))]),
+            *align([*_table(prediction)]),
             *_elsewhere(prediction),
             "",
             *(_in_words(plan, verbose) if plan.forecast else _by_fields(plan, verbose)),
@@ -51,15 +52,25 @@ def describe(prediction: Prediction, *, verbose: bool = False) -> str:
 
 def _seconds_in_words(prediction: Prediction) -> str:
     """The time, with the range to expect on known cards."""
-    seconds, within = format_seconds(prediction.trace.seconds), _range(prediction)
-    return f"{seconds} ({format_seconds(within[0])} to {format_seconds(within[1])})" if within else seconds
+    within = _range(prediction)
+    seconds = format_seconds(prediction.trace.seconds)
+    return f"{seconds} ({_from_to(within)})" if within else seconds
 
 
-def _range(prediction: Prediction) -> tuple[float, float] | None:
-    """Lowest and highest seconds to expect; None where it is not known how well times are predicted."""
-    if prediction.rates != "nominal":
+def _from_to(within: tuple[float, float]) -> str:
+    return " to ".join(map(format_seconds, within))
+
+
+def _range(prediction: Prediction, phase: PhaseTrace | None = None) -> tuple[float, float] | None:
+    """Lowest and highest seconds to expect of the call, or of all phases named as `phase`.
+
+    None where it is not known how well times are predicted.
+    """
+    if prediction.rates != "nominal" or not prediction.fits:
         return None
-    return seconds_range(prediction.trace.seconds, prediction.host_seconds)
+    if phase is None:
+        return seconds_range(prediction.trace.seconds, sum(prediction.host_seconds.values()))
+    return seconds_range(phase.seconds, prediction.host_seconds.get(phase.name, 0.0))
 
 
 def _in_words(plan: Plan, verbose: bool) -> Iterator[str]:
@@ -110,10 +121,20 @@ def _verdict(prediction: Prediction) -> str:
     return f"fits, {need} of {has}"
 
 
-def _row(phase: PhaseTrace, fits: bool) -> tuple[str, ...]:
-    """Cells of a phase; no time if the plan does not fit."""
-    sizes = (phase.peak_bytes, phase.peak_weights, phase.peak_reserved, phase.bytes_in)
-    return (phase.name, format_seconds(phase.seconds) if fits else "-", str(phase.runs), *map(format_bytes, sizes))
+def _table(prediction: Prediction) -> Iterator[tuple[str, ...]]:
+    """Headings and phases; no times if the plan does not fit, no range where it is not known."""
+    ranged = _range(prediction) is not None
+    yield (*_HEADINGS[:2], *[_RANGE] * ranged, *_HEADINGS[2:])
+    for phase in fold_phases(prediction.trace.phases):
+        within = _range(prediction, phase)
+        sizes = (phase.peak_bytes, phase.peak_weights, phase.peak_reserved, phase.bytes_in)
+        yield (
+            phase.name,
+            format_seconds(phase.seconds) if prediction.fits else "-",
+            *([_from_to(within)] if within else []),
+            str(phase.runs),
+            *map(format_bytes, sizes),
+        )
 
 
 def to_mapping(prediction: Prediction) -> dict[str, Any]:
@@ -131,8 +152,8 @@ def to_mapping(prediction: Prediction) -> dict[str, Any]:
             "needed_bytes": prediction.needed_bytes,
             "peak_reserved_bytes": prediction.peak_reserved,
             "seconds": trace.seconds if prediction.fits else None,
-            "host_seconds": prediction.host_seconds if prediction.fits else None,
-            "seconds_range": _range(prediction) if prediction.fits else None,
+            "host_seconds": sum(prediction.host_seconds.values()) if prediction.fits else None,
+            "seconds_range": _range(prediction),
             "rates": prediction.rates,
         },
         "sent_bytes": prediction.sent_bytes,
@@ -146,6 +167,8 @@ def to_mapping(prediction: Prediction) -> dict[str, Any]:
                 "predicted_reserved_bytes": phase.peak_reserved,
                 "other_devices": dict(phase.other_devices),
                 "seconds": phase.seconds,
+                "host_seconds": prediction.host_seconds.get(phase.name, 0.0),
+                "seconds_range": _range(prediction, phase),
                 "bytes_in": phase.bytes_in,
                 "bytes_out": phase.bytes_out,
                 "runs": phase.runs,

@@ -6,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,28 +88,32 @@ def counted(
         trace=Trace(
             device=name, seconds=now, phases=tuple(phases), caches=footprint.kept, lossy=plan.lossy, notes=(note,)
         ),
-        host_seconds=_host_seconds(footprint, plan, devices, rates, _seconds_of(simulated)),
+        host_seconds=_host_seconds(footprint, plan, devices, rates, simulated),
         dtype=main_dtype(footprint.components),
     )
 
 
 def _host_seconds(
-    footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], rates: StoreRates, seconds: float
-) -> float:
-    """How many of the `seconds` of a call the host works: what a host that is a little slower adds, extrapolated."""
+    footprint: Footprint,
+    plan: Plan,
+    devices: Mapping[str, Accelerator],
+    rates: StoreRates,
+    simulated: Sequence[Mapping[str, PhaseEstimate]],
+) -> dict[str, float]:
+    """How many seconds of each phase the host works: what a host that is a little slower adds, extrapolated."""
     slower = {
         name: each.model_copy(update={field: getattr(each, field) * (1 + _SLOWER) for field in _HOST})
         for name, each in devices.items()
     }
-    return max(_seconds_of(simulate_jointly(footprint, plan, slower, rates)) - seconds, 0.0) / _SLOWER
+    found: defaultdict[str, float] = defaultdict(float)
+    for own, later in zip(simulated, simulate_jointly(footprint, plan, slower, rates), strict=True):
+        for name, estimate in own.items():
+            found[estimate.name] += max(later[name].seconds - estimate.seconds, 0.0) / _SLOWER
+    return dict(found)
 
 
 _SLOWER = 0.01
 _HOST = "launch_overhead", "module_overhead", "resident_overhead", "streamed_overhead"
-
-
-def _seconds_of(simulated: Sequence[Mapping[str, PhaseEstimate]]) -> float:
-    return sum(each.seconds for estimates in simulated for each in estimates.values())
 
 
 def main_dtype(components: Sequence[Component]) -> str | None:

@@ -182,7 +182,8 @@ def _joined(one: Prediction, other: Prediction) -> Prediction:
     ]
     seconds = max(one.trace.seconds, other.trace.seconds)
     trace = one.trace.model_copy(update={"phases": tuple(phases), "seconds": seconds})
-    more = {field: max(getattr(one, field), getattr(other, field)) for field in ("needed_bytes", "host_seconds")}
+    host = {name: max(spent, other.host_seconds.get(name, 0.0)) for name, spent in one.host_seconds.items()}
+    more = {"needed_bytes": max(one.needed_bytes, other.needed_bytes), "host_seconds": host}
     return one.model_copy(update={"trace": trace, "fits": one.fits and other.fits, **more})
 
 

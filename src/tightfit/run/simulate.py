@@ -31,6 +31,7 @@ from tightfit.run.argument_values import Given
 from tightfit.run.call_arguments import NAMES, call_arguments, dummy_inputs, guidance_of
 from tightfit.run.count import capacity_of, main_dtype
 from tightfit.run.differentiated_calls import DifferentiatedCalls, require_gradients
+from tightfit.run.host_seconds import HostSeconds
 from tightfit.run.models import stored_dtype
 from tightfit.run.pass_replay import PassReplayer
 from tightfit.run.prompt import Prompt
@@ -239,9 +240,9 @@ def simulate_call(
             simulated.kernel_callbacks.append(
                 lambda _: simulated.set_time_scale(time_scales.get(recorder.live().phase, 1.0))
             )
-        before = simulated.end.host
+        simulated.kernel_callbacks.append(host := HostSeconds(simulated, recorder))
         messages = simulation.run()
-        host_seconds = (simulated.end.host - before) * 1e-9
+        host_seconds = host.by_phase()
     called = dict(zip(theirs, ours, strict=True))
     plan, trace = _renamed(simulation.fitted.plan, called), simulation.fitted.report().trace
     capacities = {name: capacity_of(plan, each) for name, each in zip(ours, all_of_them, strict=True)}
@@ -255,7 +256,7 @@ def simulate_call(
         needed_bytes=needed[plan.device],
         fits=all(needed[each] <= capacity for each, capacity in capacities.items()),
         plan=plan,
-        host_seconds=host_seconds,
+        host_seconds=dict(host_seconds),
         trace=_on(trace.model_copy(update={"notes": (*trace.notes, *messages)}), name, called),
         dtype=main_dtype(inspect_pipeline(simulation.pipe).components),
     )

@@ -141,7 +141,7 @@ class Prediction(Record):
     fits: bool
     plan: Plan
     trace: Trace
-    host_seconds: Real = 0.0  # how much of the call's time is the host's work, on its critical path
+    host_seconds: dict[str, Real] = Field(default_factory=dict)  # host's work on the critical path, by phase
     dtype: str | None = None  # dtype of most weights
     rates: Literal["nominal", "measured", "learned", "guessed"] = "nominal"  # source of the rates used for times
     would_fit: str | None = None  # what would fit, if this does not
