@@ -290,6 +290,17 @@ def test_a_network_may_do_anything(kind: type[Network], granularity: str, mode: 
     assert all(torch.equal(state[key], wanted[key]) for key in wanted)
 
 
+def test_weights_that_are_read_without_a_call_of_their_layer_are_told() -> None:
+    network = make(Attending)
+    fitted = fit(network, plan={"components": {"model": {"placement": "stream"}}}, device="loopback")
+    with torch.no_grad():
+        passes(network, 4)  # the first ones have an order to learn
+    trace = fitted.report().trace
+    fitted.undo()
+    assert [phase.on_demand for phase in trace.phases] == [2]
+    assert trace.notes == ("denoise: weights were read 2 times without a call of their layers, and loaded then",)
+
+
 @pytest.mark.parametrize("kind", [Shuffled, Borrowing, Tied])
 def test_gradients_of_a_streamed_network_reach_its_input(kind: type[Network], place: str) -> None:
     gradients = []

@@ -44,6 +44,7 @@ class _RunningPhase:
     runs: int = 0
     on_demand: int = 0  # number of weight groups loaded on demand
     unforeseen: int = 0  # of these, how many were needed in an unexpected order
+    read: int = 0  # of these, how many were read without a call of their modules
     waited: float = 0.0
 
 
@@ -154,11 +155,15 @@ class Recorder:
             self._phases[-1].bytes_in += bytes_in
             self._phases[-1].bytes_out += bytes_out
 
-    def loaded_on_demand(self, *, learning: bool = False) -> None:
-        """Report that weights were loaded only when needed; `learning`: the order could not be known yet."""
+    def loaded_on_demand(self, *, learning: bool = False, read: bool = False) -> None:
+        """Report that weights were loaded only when needed.
+
+        `learning`: the order could not be known yet; `read`: they were read without a call of their modules.
+        """
         if self._running and self._phases:
             self._phases[-1].on_demand += 1
-            self._phases[-1].unforeseen += not learning
+            self._phases[-1].unforeseen += not (learning or read)
+            self._phases[-1].read += read
 
     def waited(self, seconds: float) -> None:
         """Report seconds that the host waited for weights."""
@@ -290,3 +295,5 @@ class Recorder:
         for phase in self._phases:
             if phase.unforeseen:
                 yield f"{phase.name}: {phase.unforeseen} layers were needed in an order that was not predicted"
+            if phase.read:
+                yield f"{phase.name}: weights were read {phase.read} times without a call of their layers, and loaded then"

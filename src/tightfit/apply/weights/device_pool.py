@@ -201,7 +201,7 @@ class OnDemandLoader:
         """Return a copy of one weight of `group`."""
         if self._last is None or self._last[0] is not group:
             self._last = None
-            self._recorder.loaded_on_demand()
+            self._recorder.loaded_on_demand(read=True)
             with self._recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
                 region = self._pool.extra(group.size)
                 group.store.send(self._stream, region, self._stream.mark()).wait_on_device()
