@@ -298,7 +298,7 @@ def test_weights_that_are_read_without_a_call_of_their_layer_are_told() -> None:
     trace = fitted.report().trace
     fitted.undo()
     assert [phase.on_demand for phase in trace.phases] == [2]
-    assert trace.notes == ("denoise: weights were read 2 times without a call of their layers, and loaded then",)
+    assert trace.notes == ("denoise: weights were read 2 times without calls of their layers, and loaded",)
 
 
 @pytest.mark.parametrize("kind", [Shuffled, Borrowing, Tied])
