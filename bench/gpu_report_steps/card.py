@@ -97,7 +97,7 @@ def rates(record: Record, step: Step) -> None:
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, float]:
-    names = ("memory_rate", "link_rate", "link_rate_out", "launch_overhead")
+    names = ("memory_rate", "link_rate", "link_rate_out", "launch_overhead", "module_overhead")
     single = {name: fields[name] for name in names if fields.get(name)}
     return single | dict(fields.get("arithmetic_rates", {}))
 

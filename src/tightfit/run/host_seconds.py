@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 
 from tightfit.measure.recorder import Recorder
 from tightfit.simulator.card import SimulatedCard
@@ -23,7 +22,7 @@ class HostSeconds:
         self._count()
         self._phase = self._recorder.live().phase
 
-    def by_phase(self) -> Mapping[str, float]:
+    def by_phase(self) -> dict[str, float]:
         """Return the seconds of each phase since this was made; what came before the first phase belongs to it."""
         self._count()
         early = self._nanoseconds.pop("", 0)

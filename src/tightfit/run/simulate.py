@@ -256,7 +256,7 @@ def simulate_call(
         needed_bytes=needed[plan.device],
         fits=all(needed[each] <= capacity for each, capacity in capacities.items()),
         plan=plan,
-        host_seconds=dict(host_seconds),
+        host_seconds=host_seconds,
         trace=_on(trace.model_copy(update={"notes": (*trace.notes, *messages)}), name, called),
         dtype=main_dtype(inspect_pipeline(simulation.pipe).components),
     )
