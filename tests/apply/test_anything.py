@@ -290,7 +290,7 @@ def test_a_network_may_do_anything(kind: type[Network], granularity: str, mode: 
     assert all(torch.equal(state[key], wanted[key]) for key in wanted)
 
 
-def test_weights_that_are_read_without_a_call_of_their_layer_are_told() -> None:
+def test_layers_that_are_loaded_because_other_modules_read_their_weights_are_told() -> None:
     network = make(Attending)
     fitted = fit(network, plan={"components": {"model": {"placement": "stream"}}}, device="loopback")
     with torch.no_grad():
@@ -298,7 +298,7 @@ def test_weights_that_are_read_without_a_call_of_their_layer_are_told() -> None:
     trace = fitted.report().trace
     fitted.undo()
     assert [phase.on_demand for phase in trace.phases] == [2]
-    assert trace.notes == ("denoise: weights were read 2 times without calls of their layers, and loaded",)
+    assert trace.notes == ("denoise: 2 layers were loaded because other modules read their weights",)
 
 
 @pytest.mark.parametrize("kind", [Shuffled, Borrowing, Tied])

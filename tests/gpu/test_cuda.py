@@ -13,6 +13,7 @@ from tightfit import fit
 from tightfit.catalog.cuda import KEEPS_WORKSPACE, workspace_bytes
 from tightfit.devices.choose import choose_device, find_machine
 from tightfit.devices.cuda_support import cuda_count
+from tightfit.measure.rates import device_rates
 from tightfit.run.planning_context import measured_machine
 from tiny_pipelines import CASES, run
 
@@ -83,6 +84,19 @@ def test_the_machine_has_the_cards() -> None:
         assert card.compute_capability == "{}.{}".format(*torch.cuda.get_device_capability(card.name))
         assert 0 < card.free <= card.bytes
     assert machine.accelerators[0].free <= machine.accelerators[0].bytes - taken.nbytes
+
+
+def test_the_multiprocessors_are_those_of_the_driver_and_go_into_the_cards_terms() -> None:
+    device = choose_device("cuda")
+    known, told = device.multiprocessors(), torch.cuda.get_device_properties(0)
+    assert known is not None
+    assert (known.number, known.cache_bytes) == (told.multi_processor_count, told.L2_cache_size)
+    assert 5e8 < known.clock < 5e9
+    found, notes = device_rates(device, 0.5, lambda name: None)
+    assert notes == []
+    assert (found["multiprocessors"], found["cache_bytes"]) == (known.number, known.cache_bytes)
+    assert found["tail"] > 0
+    assert {"efficient-attention.float16", "efficient-attention.bfloat16"} <= found["arithmetic_rates"].keys()
 
 
 @pytest.mark.realtime

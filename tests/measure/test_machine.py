@@ -63,8 +63,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     cache, told = tmp_path_factory.mktemp("cache"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        start = time.perf_counter()
+        start, drawn = time.perf_counter(), torch.get_rng_state()
         machine = measured_machine(on_progress=lambda *step: told.append(step))
+        assert torch.equal(torch.get_rng_state(), drawn), "it draws none of the user's random numbers"
         return Measured(machine, time.perf_counter() - start, told, cache)
 
 
@@ -166,7 +167,7 @@ def test_the_hosts_seconds_are_for_the_kernels_and_calls_of_modules_that_there_a
     use_cards([card := SimulatedCard(0, known, Host(), "shapes")])
     launched, called = list[object](), list[object]()
     device = choose_device("simulated:0")
-    blocks = host_rates._Blocks().to(device.torch_device)
+    blocks = host_rates._Blocks().eval().to(device.torch_device)
     operations = host_rates._Operations(device.torch_device)
     card.kernel_callbacks.append(launched.append)
     operations()
@@ -234,6 +235,16 @@ def test_the_median_does_not_see_a_few_hiccups(monkeypatch: pytest.MonkeyPatch) 
     clock.hiccups = itertools.cycle([0.0, 0.0, 0.0, 0.0, 0.15])
     work, taken = timed(CpuDevice(), clock.make, 3.0)
     assert work.rate(taken, CPU) == pytest.approx(100)
+
+
+def test_without_the_hosts_seconds_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> dict[str, float]:
+        raise RuntimeError("cuDNN is missing")
+
+    monkeypatch.setattr(rates, "host_overheads", refuse)
+    found, notes = device_rates(CpuDevice(), 0.1, lambda name: None)
+    assert notes == ["cpu: launches not measured: cuDNN is missing"]
+    assert len(found["arithmetic_rates"]) == len(KINDS) * len(DTYPES)
 
 
 def test_others_at_work_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["UNCERTAINTY", "Clock", "host_rates", "kernel_terms", "rates", "seconds_range", "sustained_clock"]
+__all__ = ["UNCERTAINTY", "Clock", "host_rates", "kernel_terms", "rates", "seconds_range", "sustained_share"]
 
 # predicted by published time is off 1 by no more than this, nine times of ten, by fits that know nothing of the model
 # (bench/results/clock.json)
@@ -81,7 +81,7 @@ def rates(facts: Mapping[str, Any], clock: Clock | None = None) -> dict[str, Any
     """Return the fields of an Accelerator that say how fast a card of the catalog is."""
     clock = clock or Clock()
     capability, nominal = facts["compute_capability"], facts["arithmetic_rates"]
-    boost = sustained_clock(capability, facts["title"], clock)
+    boost = sustained_share(capability, facts["title"], clock)
     processors: int = facts["multiprocessors"]
     hertz = boost * nominal["float32"] / (2 * CORES.get(capability, 128) * processors)
     found: dict[str, float] = {}
@@ -104,7 +104,7 @@ def rates(facts: Mapping[str, Any], clock: Clock | None = None) -> dict[str, Any
     }
 
 
-def sustained_clock(capability: str, name: str, clock: Clock | None = None) -> float:
+def sustained_share(capability: str, name: str, clock: Clock | None = None) -> float:
     """Return the share of its nominal clock at which the card of that product `name` runs under load."""
     clock = clock or Clock()
     return clock.boost if "GeForce" in name else clock.sustained.get(capability, 1.0)
@@ -113,9 +113,10 @@ def sustained_clock(capability: str, name: str, clock: Clock | None = None) -> f
 def kernel_terms(
     processors: int, hertz: float, cache_bytes: int, memory_rate: float | None = None, clock: Clock | None = None
 ) -> dict[str, Any]:
-    """Return the fields of an Accelerator that refine kernels' times: on so many multiprocessors at `hertz`.
+    """Return the fields of an Accelerator that refine kernels' times, of a card with `processors` multiprocessors.
 
-    `cache_bytes` of the second-level cache; `memory_rate` in bytes a second, None if it is not known yet.
+    They run at `hertz` under load and share a second-level cache of `cache_bytes`. `memory_rate` is in bytes a second;
+    None: not known yet.
     """
     clock = clock or Clock()
     return {

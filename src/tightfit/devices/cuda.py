@@ -12,7 +12,7 @@ import torch
 from tightfit.catalog.cuda import PAGE_TAIL
 from tightfit.devices.copy_stream import CopyStream, CudaCopyStream
 from tightfit.devices.cuda_support import mapping_refused
-from tightfit.devices.device import Device
+from tightfit.devices.device import Device, Multiprocessors
 from tightfit.devices.memory import is_out_of_memory
 from tightfit.devices.ram import by_windows, pinnable_bytes
 
@@ -147,13 +147,13 @@ class CudaDevice(Device):
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         return f"{major}.{minor}"
 
-    def processors(self) -> tuple[int, float, int] | None:
-        """None where torch does not say, and on ROCm, whose clock's terms are not known."""
+    def multiprocessors(self) -> Multiprocessors | None:
+        """None where torch does not say, and on ROCm, for whose cards there are no published terms."""
         told = torch.cuda.get_device_properties(self.torch_device)
         kilohertz, cache_bytes = getattr(told, "clock_rate", 0), getattr(told, "L2_cache_size", 0)
         if torch.version.hip or not kilohertz or not cache_bytes:
             return None
-        return told.multi_processor_count, 1000.0 * kilohertz, cache_bytes
+        return Multiprocessors(told.multi_processor_count, 1000.0 * kilohertz, cache_bytes)
 
     def has_flash(self) -> bool:
         told = getattr(torch.backends.cuda, "is_flash_attention_available", None)

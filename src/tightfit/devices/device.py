@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,15 @@ from tightfit.devices.ram import group_memory, ram_bytes, ram_free
 from tightfit.errors import InputError
 from tightfit.schema.machine import GROUP_SPARE
 
-__all__ = ["CpuDevice", "Device", "LoopbackDevice"]
+__all__ = ["CpuDevice", "Device", "LoopbackDevice", "Multiprocessors"]
+
+
+class Multiprocessors(NamedTuple):
+    """Of a card, as its driver describes them."""
+
+    number: int
+    clock: float  # nominal, in hertz
+    cache_bytes: int  # of the second-level cache, which they share
 
 
 class Device(ABC):
@@ -57,8 +65,8 @@ class Device(ABC):
         """Compute capability of a CUDA card, e.g. "8.9"; None for other devices."""
         return None
 
-    def processors(self) -> tuple[int, float, int] | None:
-        """Multiprocessors, their nominal clock in hertz, and bytes of their second-level cache; None if not known."""
+    def multiprocessors(self) -> Multiprocessors | None:
+        """The multiprocessors of a card; None for other devices, and where they are not known."""
         return None
 
     def has_flash(self) -> bool:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from tightfit.catalog.clock import sustained_clock
+from tightfit.catalog.clock import sustained_share
 from tightfit.catalog.cuda import PAGE_TAIL
 from tightfit.devices.copy_stream import CopyStream, PendingCopy
-from tightfit.devices.device import Device
+from tightfit.devices.device import Device, Multiprocessors
 from tightfit.errors import InputError
 from tightfit.simulator.backend import SIMULATOR_LOCK, cards_in_use
 from tightfit.simulator.backward import ReleasedSaves
@@ -53,12 +53,12 @@ class SimulatedDevice(Device):
     def product_name(self) -> str | None:
         return self.card.accelerator.product_name or self.card.accelerator.name
 
-    def processors(self) -> tuple[int, float, int] | None:
+    def multiprocessors(self) -> Multiprocessors | None:
         like = self.card.accelerator
         if not like.multiprocessors or not like.clock or not like.cache_bytes:
             return None
-        nominal = like.clock / sustained_clock(like.compute_capability or "", like.name)
-        return like.multiprocessors, nominal, like.cache_bytes
+        nominal = like.clock / sustained_share(like.compute_capability or "", like.name)
+        return Multiprocessors(like.multiprocessors, nominal, like.cache_bytes)
 
     def saved_tensors(self) -> ReleasedSaves:
         return ReleasedSaves()

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+from tightfit.measure.host_rates import MOST_RUNS
 from tightfit.units import format_bytes
 
 __all__ = ["disk_rate"]
 
-MOST_RUNS = 50
 CHUNK, FILE = 8 * 2**20, 256 * 2**20
 
 

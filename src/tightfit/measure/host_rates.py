@@ -17,7 +17,7 @@ __all__ = ["LEAST_RUNS", "MOST_RUNS", "host_overheads"]
 LAUNCHES = 200  # fewer than a card's launch queue holds, so that the host never blocks on it
 LEAST_RUNS, MOST_RUNS = 3, 50
 WIDTH, HEADS, TOKENS, SIDE = 8, 2, 4, 4  # so small that arithmetic takes no time
-# kernels of `_operations`, and kernels and calls of modules of `_Blocks`; the tests count them
+# kernels of `_Operations`, and kernels and calls of modules of `_Blocks`; the tests count them
 KERNELS_OF_OPERATIONS = 12
 KERNELS_OF_BLOCKS, CALLS_OF_BLOCKS = 34, 32
 
@@ -27,7 +27,7 @@ def host_overheads(device: Device, seconds: float) -> dict[str, float]:
 
     Operations alone and a U-Net's blocks, which are diffusers' own, run in turns.
     """
-    blocks, operations = _Blocks().to(device.torch_device), _Operations(device.torch_device)
+    blocks, operations = _Blocks().eval().to(device.torch_device), _Operations(device.torch_device)
     alone: list[float] = []
     called: list[float] = []
     turns = ((operations, KERNELS_OF_OPERATIONS, alone), (blocks, KERNELS_OF_BLOCKS, called))

@@ -19,7 +19,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,13 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tightfit.catalog.clock import kernel_terms, sustained_clock
+from tightfit.catalog.clock import kernel_terms, sustained_share
 from tightfit.devices.choose import choose_device
 from tightfit.devices.device import Device
 from tightfit.measure.disk_rate import disk_rate
 from tightfit.measure.host_rates import LEAST_RUNS, MOST_RUNS, host_overheads
 from tightfit.measure.layout_gains import layout_gains
-from tightfit.schema.kernel_time import TILE, arithmetic_rate
+from tightfit.schema.kernel_time import TILE, rate_from_seconds
 from tightfit.schema.machine import Accelerator, Amounts, Machine
 
 __all__ = ["Progress", "Work", "device_rates", "measure_rates", "timed"]
@@ -62,7 +62,7 @@ class Work:
     def rate(self, seconds: float, card: Accelerator) -> float:
         """Operations, or bytes of work without operations, per second on `card` if a run takes `seconds`."""
         if self.amounts.operations:
-            return arithmetic_rate(card, self.amounts, seconds)
+            return rate_from_seconds(card, self.amounts, seconds)
         return self.amounts.traffic / max(seconds - card.kernel_latency, seconds / 2)
 
 
@@ -113,30 +113,37 @@ def device_rates(device: Device, seconds: float, step: Callable[[str], None]) ->
     makers = _makers(device)
     card = Accelerator(name=device.name, kind=device.kind, bytes=1, **_terms(device))
     found: dict[str, float] = {}
-    notes = []
+    notes: list[str] = []
+    share = seconds / (len(makers) + 1)
     with torch.inference_mode():
         for name, make in makers.items():
-            step(f"{device.name}: {name.replace('_', ' ')}")
-            try:
-                work, taken = timed(device, make, seconds / (len(makers) + 1))
+            with _measuring(device, name.replace("_", " "), step, notes):
+                work, taken = timed(device, make, share)
                 found[name] = work.rate(taken, card)
-            except RuntimeError as error:  # from torch: a dtype without a kernel, too little memory …
-                reason, *_ = str(error).splitlines() or [type(error).__name__]
-                notes.append(f"{device.name}: {name.replace('_', ' ')} not measured: {reason}")
-            device.release_cache()
-        step(f"{device.name}: launches")
-        overheads = host_overheads(device, seconds / (len(makers) + 1))
+        with _measuring(device, "launches", step, notes):
+            found |= host_overheads(device, share)
     arithmetic = {name: found.pop(name) for name in list(found) if "." in name}
-    return {"arithmetic_rates": arithmetic, **overheads, **_terms(device, found.get("memory_rate")), **found}, notes
+    return {"arithmetic_rates": arithmetic, **_terms(device, found.get("memory_rate")), **found}, notes
+
+
+@contextlib.contextmanager
+def _measuring(device: Device, what: str, step: Callable[[str], None], notes: list[str]) -> Iterator[None]:
+    """Tell the step, and note an error of torch's: a dtype without a kernel, too little memory …"""
+    step(f"{device.name}: {what}")
+    try:
+        yield
+    except RuntimeError as error:
+        reason, *_ = str(error).splitlines() or [type(error).__name__]
+        notes.append(f"{device.name}: {what} not measured: {reason}")
+    device.release_cache()
 
 
 def _terms(device: Device, memory_rate: float | None = None) -> dict[str, Any]:
     """The clock's terms for `device` that are not measured here, as fields of an Accelerator."""
-    if (known := device.processors()) is None:
+    if (known := device.multiprocessors()) is None:
         return {}
-    processors, nominal, cache_bytes = known
-    share = sustained_clock(device.compute_capability() or "", device.product_name() or "")
-    return kernel_terms(processors, share * nominal, cache_bytes, memory_rate)
+    share = sustained_share(device.compute_capability() or "", device.product_name() or "")
+    return kernel_terms(known.number, share * known.clock, known.cache_bytes, memory_rate)
 
 
 def timed(device: Device, make: Make, seconds: float) -> tuple[Work, float]:

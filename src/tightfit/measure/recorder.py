@@ -296,4 +296,4 @@ class Recorder:
             if phase.unforeseen:
                 yield f"{phase.name}: {phase.unforeseen} layers were needed in an order that was not predicted"
             if phase.read:
-                yield f"{phase.name}: weights were read {phase.read} times without calls of their layers, and loaded"
+                yield f"{phase.name}: {phase.read} layers were loaded because other modules read their weights"

@@ -23,7 +23,6 @@ _SURE = {
 }
 _LOSSLESS = "lossless: same numbers as with everything on the device"
 _HEADINGS = ("phase", "seconds", "calls", "peak", "of which weights", "reserved", "bytes in")
-_RANGE = "likely"  # heading of the column of likely seconds
 
 
 def describe(prediction: Prediction, *, verbose: bool = False) -> str:
@@ -124,7 +123,7 @@ def _verdict(prediction: Prediction) -> str:
 def _table(prediction: Prediction) -> Iterator[tuple[str, ...]]:
     """Headings and phases; no times if the plan does not fit, no range where it is not known."""
     ranged = _range(prediction) is not None
-    yield (*_HEADINGS[:2], *[_RANGE] * ranged, *_HEADINGS[2:])
+    yield (*_HEADINGS[:2], *["likely"] * ranged, *_HEADINGS[2:])
     for phase in fold_phases(prediction.trace.phases):
         within = _range(prediction, phase)
         sizes = (phase.peak_bytes, phase.peak_weights, phase.peak_reserved, phase.bytes_in)

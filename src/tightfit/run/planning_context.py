@@ -86,7 +86,8 @@ def measured_machine(*, again: bool = False, on_progress: Progress = lambda name
         return rated
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-    rated = _with_overheads(measure_rates(machine, file.parent, on_progress))
+    with torch.random.fork_rng(devices=[]):  # layers that are measured draw their weights
+        rated = _with_overheads(measure_rates(machine, file.parent, on_progress))
     with contextlib.suppress(OSError), replacing(file) as partial:
         partial.write_text(json.dumps(kept | {key: rated.to_mapping()}))
     return rated

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from tightfit.schema.machine import Accelerator, Amounts
 
-__all__ = ["TILE", "arithmetic_rate", "kernel_seconds"]
+__all__ = ["TILE", "kernel_seconds", "rate_from_seconds"]
 
 TILE = 128  # rows and columns of the output that a multiprocessor computes at once, in a product
 EXPONENTIALS = 16  # of a multiprocessor a clock (CUDA C++ Programming Guide, arithmetic instructions)
@@ -48,7 +48,7 @@ def kernel_seconds(device: Accelerator, kind: str, dtype: str, amounts: Amounts,
     )
 
 
-def arithmetic_rate(device: Accelerator, amounts: Amounts, seconds: float) -> float:
+def rate_from_seconds(device: Accelerator, amounts: Amounts, seconds: float) -> float:
     """Return the operations per second at which `kernel_seconds` of a kernel that arithmetic bounds are `seconds`.
 
     Never more than twice its operations by its time.
