@@ -247,6 +247,21 @@ def test_without_the_hosts_seconds_the_rest_is_measured(monkeypatch: pytest.Monk
     assert len(found["arithmetic_rates"]) == len(KINDS) * len(DTYPES)
 
 
+def test_the_hosts_seconds_are_the_same_for_all_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cards of one kind differed by what was measured of the host, and a pipeline was divided among them."""
+    measured = {
+        "first": {"launch_overhead": 5e-6, "module_overhead": 1.2e-5, "resident_overhead": 4e-6},
+        "second": {"launch_overhead": 4e-6, "module_overhead": 3e-5, "resident_overhead": 0.0},
+    }
+    cards = [Accelerator(name=name, kind="cuda", bytes=GIB, **found) for name, found in measured.items()]
+    monkeypatch.setattr(machines, "choose_device", lambda name: LoopbackDevice())
+    overheads = iter([(2e-5, 4e-6), (1e-5, 0.0)])
+    monkeypatch.setattr(machines, "layer_overheads", lambda *_: next(overheads))
+    machine = machines._with_overheads(Machine(accelerators=tuple(cards), ram=GIB, cores=1))
+    for card in machine.accelerators:
+        assert [getattr(card, field) for field in machines._OVERHEADS] == [4e-6, 1.2e-5, 1e-5, 4e-6]
+
+
 def test_others_at_work_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "device_rates", lambda *_: ({}, []))
     monkeypatch.setattr(rates, "layout_gains", lambda *_: ({}, []))

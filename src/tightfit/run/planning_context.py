@@ -55,9 +55,9 @@ __all__ = [
 
 
 QUANTUM = 512  # bytes: a card's allocator rounds sizes up to a multiple of this
+_OVERHEADS = "launch_overhead", "module_overhead", "streamed_overhead", "resident_overhead"
 _RATES = (
-    "arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "launch_overhead", "module_overhead",
-    "streamed_overhead", "resident_overhead", "channels_last_gains",
+    *_OVERHEADS, "arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "channels_last_gains",
     "multiprocessors", "clock", "tail", "cache_bytes", "cache_rate", "kernel_latency",
 )  # fmt: skip
 
@@ -94,13 +94,22 @@ def measured_machine(*, again: bool = False, on_progress: Progress = lambda name
 
 
 def _with_overheads(machine: Machine) -> Machine:
-    """`machine` with the host's seconds for each streamed and each resident layer of its cards."""
-    accelerators = list(machine.accelerators)
-    for index, each in enumerate(accelerators):
+    """`machine` with the host's seconds for each layer of its cards.
+
+    What the host does is the same for all cards: they have the least that was measured, so that no card seems faster.
+    """
+    cards: dict[str, Accelerator] = {}
+    for each in machine.accelerators:
         if (device := choose_device(each.name)).separate:
             streamed, resident = layer_overheads(device, each.launch_overhead)
             found = {"streamed_overhead": streamed, "resident_overhead": resident}
-            accelerators[index] = each.model_copy(update=found)
+            cards[each.name] = each.model_copy(update=found)
+    least = {
+        field: min(filter(None, (getattr(card, field) for card in cards.values())), default=0.0) for field in _OVERHEADS
+    }
+    accelerators = (
+        cards[each.name].model_copy(update=least) if each.name in cards else each for each in machine.accelerators
+    )
     return machine.model_copy(update={"accelerators": tuple(accelerators)})
 
 
