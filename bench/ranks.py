@@ -50,7 +50,7 @@ def row_of(model: str, card: str, count: int, size: int | None) -> dict[str, Any
     row: dict[str, Any] = {"model": model, "request": known_model(model).request.described, "card": card}
     row |= {"cards": count, "budget": size}
     try:
-        row["one card"] = forecast(model, card, {}, Request(), say, limits).trace.seconds
+        row["one card"] = forecast(model, card, {}, Request(), say, limits, simulated=True).trace.seconds
     except BudgetTooSmall as error:
         row["one card"] = str(error)
     ways: dict[str, dict[str, Any]] = {}

@@ -80,7 +80,21 @@ def test_another_budget_of_what_is_known_needs_no_torch(shared_footprints: Path)
     tightfit.measure_footprint("sd-1.5", {"height": 256, "width": 256})
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("this is computed from the known footprint, not simulated") == 2
+    assert done.stdout.count("computed from the call's footprint") == 2
+
+
+def test_nor_is_a_first_plan_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulating the call under its plan takes longer than planning; a level without a budget is simulated."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    simulated = list[str]()
+    monkeypatch.setattr("tightfit.run.simulate.simulate_call", lambda model, *_, **__: simulated.append(model))
+    asked, limits = tightfit.Request(height=256, width=256), limits_of("1GB", None, [], {})
+    found = forecast("sd-1.5", "rtx3060", {}, asked, lambda what: nullcontext(), limits)
+    assert found.fits
+    assert not simulated
+    with pytest.raises(AttributeError):
+        forecast("sd-1.5", "rtx3060", {"level": 3}, asked, lambda what: nullcontext())
+    assert simulated == ["sd-1.5"]
 
 
 @pytest.mark.parametrize(("card", "budget"), [("rtx3060", "1GB"), ("a100", "1.8GB"), ("a100", "8GB")])

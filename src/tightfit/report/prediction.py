@@ -22,7 +22,7 @@ _SURE = {
     "guessed": "a guess: nothing was measured here",
 }
 _LOSSLESS = "lossless: same numbers as with everything on the device"
-_HEADINGS = ("phase", "seconds", "calls", "peak", "of which weights", "reserved", "bytes in")
+_HEADINGS = ("phase", "seconds", "calls", "peak", "of which weights", "reserved")
 
 
 def describe(prediction: Prediction, *, verbose: bool = False) -> str:
@@ -121,12 +121,12 @@ def _verdict(prediction: Prediction) -> str:
 
 
 def _table(prediction: Prediction) -> Iterator[tuple[str, ...]]:
-    """Headings and phases; no times if the plan does not fit, no range where it is not known."""
-    ranged = _range(prediction) is not None
-    yield (*_HEADINGS[:2], *["likely"] * ranged, *_HEADINGS[2:])
+    """Headings and phases; no times if the plan does not fit, and only columns of what is known."""
+    ranged, counts_copies = _range(prediction) is not None, any(phase.bytes_in for phase in prediction.trace.phases)
+    yield (*_HEADINGS[:2], *["likely"] * ranged, *_HEADINGS[2:], *["bytes in"] * counts_copies)
     for phase in fold_phases(prediction.trace.phases):
         within = _range(prediction, phase)
-        sizes = (phase.peak_bytes, phase.peak_weights, phase.peak_reserved, phase.bytes_in)
+        sizes = (phase.peak_bytes, phase.peak_weights, phase.peak_reserved, *[phase.bytes_in] * counts_copies)
         yield (
             phase.name,
             format_seconds(phase.seconds) if prediction.fits else "-",

@@ -1,7 +1,7 @@
 """A footprint and a plan → a Prediction, computed as by the planner instead of simulated.
 
-For plans that load weights from disk, which a simulated card does not have, and for cached footprints, which need no
-torch.
+For plans within limits, because a simulation takes longer than planning, and torch; and for all that load weights from
+disk, which a simulated card does not have.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tightfit.schema.plan import Plan
 from tightfit.schema.results import PhaseTrace, Prediction, Trace
 from tightfit.schema.stores import StoreRates, default_store_rates
 
-__all__ = ["KNOWN_NOTE", "capacity_of", "counted", "main_dtype", "needs_store_rates"]
+__all__ = ["PLANNED_NOTE", "capacity_of", "counted", "main_dtype", "needs_store_rates"]
 
 NOTE = "weights are read from the disk: this is computed from the footprint, not simulated, and without bytes moved"
-KNOWN_NOTE = (
-    "this is computed from the known footprint, not simulated: peaks are upper bounds, and bytes moved are left out; "
-    "--timeline simulates it"
+PLANNED_NOTE = (
+    "computed from the call's footprint: peaks are upper bounds; --timeline FILE simulates the call, and counts the "
+    "bytes copied to the card"
 )
 
 

@@ -13,7 +13,7 @@ from tightfit.plan.default_rates import computer_with
 from tightfit.plan.options import SearchCaches
 from tightfit.run.answer_cache import cached, footprint_question, lookup, marked, recalled_footprint
 from tightfit.run.cache_choice import plan_with_cache
-from tightfit.run.count import KNOWN_NOTE, counted, needs_store_rates
+from tightfit.run.count import PLANNED_NOTE, counted, needs_store_rates
 from tightfit.run.limits import Limits
 from tightfit.run.models import resolve_model, stored_dtype
 from tightfit.run.plan_options import demo_request
@@ -47,9 +47,9 @@ def forecast(
 
     It runs under `choices` of Plan fields, or under the plan made within `limits`; on the known `card`, or several with
     commas between; if `card` is None, on this computer's first device, or on those that the budget names. Slow steps
-    run inside `say(…)`. A plan for known cards from a cached footprint is not simulated, unless `simulated`: its own
-    forecast is returned, which needs no torch. InputError for unknown names, PlanError and RequestError for invalid
-    values, BudgetTooSmall if nothing fits.
+    run inside `say(…)`. A plan within limits is not simulated, unless `simulated`: its own forecast is returned, which
+    takes a fraction of the time, and no torch where the footprint is cached. InputError for unknown names, PlanError
+    and RequestError for invalid values, BudgetTooSmall if nothing fits.
     """
     known = _known_cards(card)  # before the slow steps
     which, mark = resolve_model(model)
@@ -88,9 +88,9 @@ def forecast(
     on = card if known else [each.to_mapping() | {"free": None} for each in (accelerator, *others)]
     question = {"model": mark, "title": title, "card": on, "choices": fields, "request": request.to_mapping()}
     question["paces"] = time_scales
-    if planned and not simulated and (planned.measured_for_choice or (known and planned.from_cache)):
+    if planned and not simulated:
         found = lookup(Prediction, question) or counted(
-            planned.footprint, accelerator, fields, others=others, title=name, card=card, note=KNOWN_NOTE
+            planned.footprint, accelerator, fields, others=others, title=name, card=card, machine=own, note=PLANNED_NOTE
         )
     else:
         found = cached(Prediction, question, simulation)
@@ -164,8 +164,6 @@ class _Planned(NamedTuple):
     fields: dict[str, Any]
     time_scales: dict[str, float]  # measured over predicted time of phases by name, if it is for this computer
     footprint: Footprint
-    from_cache: bool  # whether the footprint was measured before
-    measured_for_choice: bool  # whether calibrated steps were skipped in it, where values decide
 
 
 def _planned(
@@ -183,12 +181,9 @@ def _planned(
         from tightfit.run.calibrated_caches import with_calibrations
 
         named = with_calibrations(named, which)
-    from_cache = set[StepCache | None]()
 
     def inputs_with(cache: StepCache | None) -> PlanningInputs:
         kept = _kept_footprint(which, mark, accelerators, request, limits, cache)
-        if kept is not None:
-            from_cache.add(cache)
         measurer = _measurer(which, first, cache) if kept is None or own is not None else None
         learns = own is not None and not others
         questions = [
@@ -207,7 +202,7 @@ def _planned(
     plan, inputs = plan_with_cache(named, inputs_with)
     fields = plan.model_dump(mode="json", exclude={"request"} if others else {"device", "request"})
     time_scales = {} if others else inputs.time_scales(plan)
-    return _Planned(fields, time_scales, inputs.footprint, inputs.step_cache in from_cache, limits.may_choose_cache)
+    return _Planned(fields, time_scales, inputs.footprint)
 
 
 def _for_each(accelerators: Sequence[Accelerator], budget: Budget | None) -> Budget:
