@@ -26,7 +26,6 @@ from tightfit.measure.modules import find_components, weight_tensors
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.full,
     pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card"),
     pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux"),
 ]
