@@ -107,6 +107,7 @@ def test_a_name_is_made_from_the_prompt_and_none_is_overwritten(tiny_model: Path
     assert names == [["compared-a-fox.png"], ["compared-a-fox-2.png"]]
 
 
+@pytest.mark.slow
 def test_identical_pictures_are_called_so(tiny_model: Path) -> None:
     printed = compare(tiny_model, "a fox", *SMALL, "--cache", "first-block,threshold=0", "--out", "both.png")
     assert printed["pictures"] == [{"psnr": None, "ssim": 1.0, "identical": True}]

@@ -63,7 +63,7 @@ def prepared(name: str) -> tuple[TinyCase, Any, torch.Tensor]:
     return case, pipe, run(pipe, case)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("name", "technique", "level"), COMBINED)
 def test_with_levels(name: str, technique: str, level: int) -> None:
     case, pipe, untouched = prepared(name)

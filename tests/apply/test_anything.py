@@ -72,7 +72,7 @@ def test_more_pipelines_are_repeatable_finite_and_varied(case: TinyCase) -> None
     assert sum(map(weight_bytes, find_components(pipe).values())) < 3e6
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", [*MORE_CASES, WAN], ids=lambda case: case.name)
 def test_other_architectures(case: TinyCase, place: str) -> None:
     pipe = case.make()
@@ -427,6 +427,7 @@ def test_loras_come_and_go(last: str, place: str) -> None:
     assert relative_error(run(pipe, SD), with_lora()[last]) <= tolerance
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("placement", ["offload", "stream"])
 def test_a_lora_fused_in_a_callback(placement: str, place: str) -> None:
     def draw(pipe: Any) -> torch.Tensor:
@@ -514,6 +515,7 @@ SHARING: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # in what AutoPipeline imports
 @pytest.mark.parametrize("share", SHARING.values(), ids=SHARING)
 def test_two_pipelines_share_their_parts(share: Callable[[Any], Any], place: str) -> None:
@@ -831,6 +833,7 @@ def enumerate_once(moments: list[str]) -> list[int]:
     return sorted({*first.values(), *last.values()})
 
 
+@pytest.mark.one_in(3)
 def test_interrupted_at_some_moments(place: str) -> None:
     interrupt_everywhere(place, 10)
 

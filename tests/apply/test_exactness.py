@@ -68,7 +68,7 @@ def plan_of(pipe: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return plan
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("device", ["cpu", "loopback"])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
@@ -88,7 +88,7 @@ def test_level_gives_the_same_pictures_and_leaves_no_trace(name: str, level: int
     assert_same(before, imprint(pipe))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("name", "techniques"), TRIED)
 def test_techniques_alone_and_in_pairs(name: str, techniques: tuple[str, ...]) -> None:
     case, pipe, untouched = prepared(name)
@@ -125,6 +125,7 @@ def fp8_output(name: str) -> torch.Tensor:
     return output
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_real_tiles_are_named_as_lossy(name: str) -> None:
     case, pipe, untouched = prepared(name)

@@ -261,6 +261,7 @@ def test_networks_without_attention_are_refused() -> None:
 # on simulated cards
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", [*BATCHES, *CALLS])
 @pytest.mark.parametrize(
     "cache", [faster(guidance_interval=3), {"strategy": "pab"}], ids=lambda cache: cache["strategy"]

@@ -31,6 +31,7 @@ def device(request: pytest.FixtureRequest) -> Device | str:
     return LateDevice() if request.param == "late" else "loopback"
 
 
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", a_few([case.name for case in EVERY], *QUICK))
 def test_gradients_are_those_of_the_untouched_network(name: str, plan: str, device: Device | str) -> None:
@@ -74,6 +75,7 @@ def guided(pipe: Any, case: TinyCase) -> torch.Tensor:
     return picture.float()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("plan", [1, 2, 3, STREAM], ids=["level 1", "level 2", "level 3", "streamed"])
 def test_guidance_by_gradients_in_a_callback(plan: Any, device: Device | str) -> None:
     case, pipe = tiny()
@@ -114,6 +116,7 @@ def test_training_a_lora(plan: str, lora: str, optimizer: str, device: Device | 
         assert torch.equal(found, other), name
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_everything(plan: str, device: Device | str) -> None:
     call = denoiser_call("StableDiffusion")

@@ -131,6 +131,7 @@ def assert_alike(name: str, card: SimulatedCard) -> list[tuple[float, float]]:
     return times
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", QUICK)
 def test_what_is_said_of_strips_is_what_is_done(name: str, card: SimulatedCard) -> None:
     assert assert_alike(name, card)
@@ -142,6 +143,7 @@ def test_what_is_said_of_any_autoencoder_is_what_is_done(name: str, card: Simula
     assert_alike(name, card)
 
 
+@pytest.mark.slow
 def test_the_time_of_strips_is_known_wherever_maps_wait(card: SimulatedCard) -> None:
     times = assert_alike("AutoencoderKL", card)
     assert len(times) == 6  # three sizes, on the device and in host memory

@@ -70,6 +70,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize("case", a_few(CASES, "StableDiffusion", "Flux"))
 def test_numbers_are_those_of_one_card(case: TinyCase, fields: dict[str, Any], cards: Any) -> None:
@@ -128,6 +129,7 @@ def test_each_block_computes_where_its_part_is() -> None:
         assert device == (ran[block] if block else 0), path
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("placement", ["resident", "stream"])
 @pytest.mark.parametrize("name", ["StableDiffusion", "Flux", "Wan"])
 def test_a_text_encoder_may_be_split_over_the_other_cards(name: str, placement: str) -> None:
@@ -154,6 +156,7 @@ def test_residuals_of_a_controlnet_are_added_on_either_card() -> None:
         fitted.undo()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "level", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
 )
@@ -171,6 +174,7 @@ def test_levels_and_other_sizes(name: str, level: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("placement", ["resident", "stream"])
 @pytest.mark.parametrize("storage", ["float8_e4m3fn", "int8"])
 def test_eight_bits(storage: str, placement: str) -> None:
@@ -190,6 +194,7 @@ def test_eight_bits(storage: str, placement: str) -> None:
     assert_undone(pipe, before)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("placement", ["resident", "offload", "stream"])
 def test_an_adapter_is_loaded_fused_and_unloaded(placement: str) -> None:
     case = case_of("Flux")
@@ -386,6 +391,7 @@ def test_parts_have_placements_of_their_own(store: str) -> None:
     assert torch.equal(run(pipe, case).cpu(), wanted)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("placement", [{"placement": "resident"}, {"placement": "stream"}], ids=["resident", "stream"])
 @pytest.mark.parametrize("name", ["StableDiffusion", "Flux"])
 def test_gradients_are_those_of_one_card(name: str, placement: dict[str, Any]) -> None:

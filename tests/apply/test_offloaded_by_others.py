@@ -104,7 +104,7 @@ def test_it_is_refused_with_what_would_help(offload: Offload, said: str, asked: 
     assert seen(pipe) == before
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("asked", [{"level": 3}, {"level": 0}, {"budget": "1GB"}], ids=["level 3", "level 0", "budget"])
 @pytest.mark.parametrize("offload", WAYS)
 def test_a_plan_replaces_it_and_undo_puts_it_back(offload: Offload, asked: Any) -> None:

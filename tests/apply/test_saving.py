@@ -29,6 +29,7 @@ WAYS: dict[str, Any] = {f"level {level}": {"level": level, "device": "loopback"}
 WAYS |= {"level 3 on the CPU": {"level": 3, "device": "cpu"}, "budget": {"budget": "300MB", "device": "loopback"}}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("called", [True, False], ids=["called", "new"])
 @pytest.mark.parametrize("way", [*WAYS, "disk"])
 def test_shards_of_a_fitted_pipeline(way: str, called: bool, tmp_path: Path) -> None:

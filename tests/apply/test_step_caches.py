@@ -75,7 +75,7 @@ def strategies_of(family: str) -> list[str]:
 EVERY = [(family, strategy) for family in FAMILIES for strategy in strategies_of(family)]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(("family", "strategy"), EVERY)
 def test_nothing_changes_where_no_step_is_skipped(family: str, strategy: str) -> None:
     case = BY_NAME[family]
@@ -90,7 +90,7 @@ def test_nothing_changes_where_no_step_is_skipped(family: str, strategy: str) ->
     assert torch.equal(draw(pipe, case), wanted)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(("family", "strategy"), [each for each in EVERY if not STRATEGIES[each[1]].lossless])
 def test_the_steps_named_are_skipped(family: str, strategy: str) -> None:
     """Twice the same; blocks of skipped steps do not run; the picture is near that of all steps, and not equal."""
@@ -115,6 +115,7 @@ def test_the_steps_named_are_skipped(family: str, strategy: str) -> None:
         assert calls * STEPS == runs[0] * (STEPS - 2)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", ["Flux", "CogVideoX", "Wan", "LTX"])
 @pytest.mark.parametrize("threshold", [0.02, 0.1, 0.3])
 def test_first_block_skips_the_steps_that_diffusers_skips(family: str, threshold: float) -> None:
@@ -162,7 +163,7 @@ def test_taylorseer_lite_predicts_what_diffusers_predicts(family: str, interval:
 # what is kept
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("family", "strategy"), EVERY)
 def test_what_is_kept_is_predicted_to_the_byte(family: str, strategy: str) -> None:
     """The same call on a simulated card, without values, and on the CPU."""
@@ -211,6 +212,7 @@ def test_what_is_kept_of_a_whole_network(strategy: str, tensors: int) -> None:
     assert kept(fitted).device_bytes == 2 * tensors * outputs[0] + timesteps
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -248,7 +250,7 @@ def draw_within(pipe: Any, case: TinyCase, cache: dict[str, Any], **fields: Any)
 # with everything else
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "strategy", ["static", "first-block", "taylorseer", "pab", "faster-cache", "text-kv", "easycache"]
@@ -278,7 +280,7 @@ def denoise(fitted: Any) -> PhaseTrace:
     return next(phase for phase in fitted.report().trace.phases if phase.name == "denoise")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("family", ["Flux", "Wan", "StableDiffusion"])
 @pytest.mark.parametrize(
     "fields", [{"storage": "float8_e4m3fn"}, {"cfg": "batched"}, {"cfg": "sequential"}, {"attention": "chunked"},
@@ -299,7 +301,7 @@ def test_other_fields_of_the_plan(family: str, strategy: str, fields: dict[str, 
         assert 0 < (found - wanted).abs().max() < 0.5 * wanted.abs().max()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("family", ["Flux", "CogVideoX", "StableDiffusion"])
 @pytest.mark.parametrize(
     "strategy", ["first-block", "taylorseer", "pab", "faster-cache", "text-kv", "easycache", "meancache"]

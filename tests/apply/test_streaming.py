@@ -58,6 +58,7 @@ def draw_component(draw: Any, name: str, part: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", a_few([case.name for case in (*CASES, *MORE_CASES)], *QUICK))
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(data=st.data())

@@ -23,6 +23,7 @@ def upcasting() -> Any:
     return pipe
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:.*upcast_vae")
 @pytest.mark.parametrize("device", ["loopback", "simulated:0"])
 @pytest.mark.parametrize("placement", ["stream", "offload", "resident"])

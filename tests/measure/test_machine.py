@@ -116,6 +116,7 @@ def test_the_rate_explains_the_time_of_other_work(kind: str, measured: Measured)
     assert 1 / 6 < taken / (operations / rate) < 6
 
 
+@pytest.mark.slow
 def test_a_simulated_cards_rates_are_those_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "MOST_RUNS", 3)
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)  # time enough for the largest work
@@ -145,6 +146,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["rtx4090", "a100", "h100", "t4"])
 def test_a_known_card_measured_takes_the_time_of_the_known_card(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "MOST_RUNS", 3)

@@ -79,6 +79,7 @@ def test_balanced_is_the_least_full_of_all_that_are_hardly_slower(
     assert round(max(team.fullness(chosen)), 2) == round(least, 2)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(footprints(), pairs, st.tuples(places, places, places), st.booleans())
 def test_what_is_fixed_holds_and_the_rest_is_the_fastest(

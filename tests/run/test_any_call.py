@@ -269,6 +269,7 @@ def test_a_plan_from_what_one_call_did_is_no_reason_to_refuse_the_next(
     assert fitted.plan.level == 3
 
 
+@pytest.mark.slow
 def test_nor_is_one_that_is_kept(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which experts HiDream sends tokens to is in numbers: what one call did is found on disk by the next pipeline."""
 

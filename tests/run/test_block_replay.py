@@ -150,6 +150,7 @@ def test_others_work_themselves(make_cards: MakeCards) -> None:
     assert ran == 2 * 3 + 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_footprints_are_what_they_are_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = {case.name: case for case in (*CASES, *MORE_CASES)}.get(name) or cases()[name]

@@ -73,6 +73,7 @@ def draw(pipe: Any, seed: int, prompt: str) -> torch.Tensor:
 # trials
 
 
+@pytest.mark.slow
 def test_trials_say_what_calls_with_the_cache_are_like(calibrated: CacheCalibration) -> None:
     assert (calibrated.steps, calibrated.calls) == (STEPS, 2)
     assert {each.cache.strategy for each in calibrated.trials} == {"static", "first-block", "magcache"}  # a U-Net's
@@ -107,6 +108,7 @@ def test_magnitudes_are_those_of_this_network(calibrated: CacheCalibration) -> N
     assert len(set(magnitudes)) > 2
 
 
+@pytest.mark.slow
 def test_coefficients_of_a_transformer_are_fitted(empty_cache: Path) -> None:
     pipe = pipeline("Flux")
     found = tightfit.calibrate(pipe, [call("a fox", "Flux")], strategies=["teacache"], device="cpu",

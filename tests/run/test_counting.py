@@ -97,6 +97,7 @@ def test_nor_is_a_first_plan_simulated(tmp_path: Path, monkeypatch: pytest.Monke
     assert simulated == ["sd-1.5"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("card", "budget"), [("rtx3060", "1GB"), ("a100", "1.8GB"), ("a100", "8GB")])
 def test_what_is_counted_is_what_a_rehearsal_shows(card: str, budget: str, shared_footprints: Path) -> None:
     asked, limits = tightfit.Request(height=256, width=256), limits_of(budget, None, [], {})

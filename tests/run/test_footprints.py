@@ -77,6 +77,7 @@ def seen(pipe: Any, undo: ExitStack) -> list[str]:
     return turns
 
 
+@pytest.mark.one_in(4)
 @every_case
 def test_units_are_in_their_true_order(case: TinyCase) -> None:
     pipe = case.make()
@@ -96,6 +97,7 @@ def test_units_are_in_their_true_order(case: TinyCase) -> None:
         assert all(sum(block.dtypes.values()) == block.bytes for block in component.blocks)
 
 
+@pytest.mark.one_in(4)
 @every_case
 def test_measuring_leaves_the_pipeline_as_it_was(case: TinyCase) -> None:
     pipe = case.make()
@@ -356,6 +358,7 @@ def test_a_clip_to_start_from_needs_a_length() -> None:
     assert tightfit.measure_footprint is measure_footprint
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "frames"),
     [

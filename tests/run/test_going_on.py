@@ -82,6 +82,7 @@ def state_of(pipe: Any) -> dict[str, torch.Tensor]:
     return {f"{name}.{key}": value.clone() for name, part in parts for key, value in part.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", a_few(["cpu", "loopback"], "loopback"))
 def test_each_plan_gives_what_it_gives_alone(device: str, folder: Path) -> None:
     """Fitted or loaded, from each to one that reads layers from files, on to fp8, and back: no picture is another."""

@@ -112,6 +112,7 @@ def with_parts(whole: Footprint, parts: Sequence[str]) -> Footprint:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", a_few(["StableDiffusionXL", "Flux"], "Flux"))
 def test_no_plan_is_slower_and_none_is_refused_for_it(name: str) -> None:
     (case,) = (case for case in CASES if case.name == name)
@@ -147,6 +148,7 @@ def test_what_is_measured_is_what_could_gain(done: list[str], monkeypatch: pytes
     assert done == [SMALLEST]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", a_few(["StableDiffusionXL", "Flux"], "StableDiffusionXL"))
 def test_what_would_do_where_nothing_fits_is_known(name: str) -> None:
     (case,) = (case for case in CASES if case.name == name)

@@ -72,7 +72,7 @@ def case_of(name: str) -> TinyCase:
     return next(case for case in CASES if case.name == name)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("device", a_few(["cpu", "loopback"], "loopback"))
 @pytest.mark.parametrize(
     ("name", "plan"),

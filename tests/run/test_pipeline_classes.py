@@ -30,6 +30,7 @@ def test_a_small_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [cell for cell in cells if isinstance(cell, str) or cell > CLOSE]
 
 
+@pytest.mark.slow
 def test_least_budget_when_pages_of_the_allocator_are_used_up() -> None:
     """Rings of two networks with cuBLAS's workspace between them: a page of 20 MiB is 8 KB too small for another."""
     row = prove(cases()["FluxImg2Img"], scale=17, levels=(), shares=())

@@ -48,6 +48,7 @@ def test_the_fastest_kind_of_attention_is_taken() -> None:
     assert found.fits
 
 
+@pytest.mark.slow
 def test_another_computer_takes_longer_to_reach() -> None:
     rate = parse_rate("10Mbit")
     near, far = (predicted(layout, level=0) for layout in (RankLayout(2), RankLayout(1, 2, rate)))
@@ -64,6 +65,7 @@ def test_a_budget_is_of_each_card() -> None:
         predicted(RankLayout(2), Limits(Budget(device=10**6)))
 
 
+@pytest.mark.slow
 def test_what_ranks_cannot_share_within_a_budget_each_decodes_in_strips() -> None:
     large = Request(height=512, width=512, steps=2)
     call = SharedCall.of(resolve_model(None)[0], large, known_card("rtx3060"), RankLayout(2))
@@ -79,6 +81,7 @@ def test_what_ranks_cannot_share_within_a_budget_each_decodes_in_strips() -> Non
     assert any("autoencoders run on every rank" in reason.decision for reason in found.plan.reasons)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_rows_are_said() -> None:
     found = predicted(RankLayout(16), level=0)
     assert any("unet runs whole on every rank" in note for note in found.trace.notes)

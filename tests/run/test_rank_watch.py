@@ -119,6 +119,7 @@ def test_a_killed_rank_ends_the_others_with_a_line_on_each_computer(killed: int,
             assert found == (1, ENDED.format(killed) if rank in speakers else "")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("failing", range(3))
 def test_a_rank_with_an_error_of_its_own_says_it_and_the_others_end(failing: int, ranks: Processes) -> None:
     tell(ranks, f"run {failing}")
@@ -129,6 +130,7 @@ def test_a_rank_with_an_error_of_its_own_says_it_and_the_others_end(failing: int
         assert found == (1, own if rank == failing else others)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("failing", range(3))
 def test_a_rank_whose_exchange_failed_first_says_it_and_the_others_end(failing: int, ranks: Processes) -> None:
     tell(ranks, f"exchange {failing}")
@@ -182,6 +184,7 @@ def test_a_signal_to_all_is_said_by_each_and_nothing_else(ranks: Processes) -> N
     assert ends(ranks) == [(143, "tightfit: interrupted by SIGTERM: no half-written file is left\n")] * 3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("missing", range(3))
 def test_a_rank_that_does_not_begin_is_not_waited_for(missing: int) -> None:
     begun = [rank for rank in range(3) if rank != missing]

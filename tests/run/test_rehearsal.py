@@ -71,6 +71,7 @@ def test_what_is_remembered_of_one_call_is_no_part_of_the_next() -> None:
     assert moved[0] == pytest.approx(moved[1], rel=0.01)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("level", [0, 2, 3])
 def test_a_call_runs_on_a_card_of_what_it_needs_and_a_smaller_one_is_full(level: int) -> None:
     rtx3060, asked = known_card("rtx3060"), Request(steps=4, height=256, width=256)
@@ -91,6 +92,7 @@ def test_a_call_runs_on_a_card_of_what_it_needs_and_a_smaller_one_is_full(level:
         assert simulate_call("sd-1.5", smaller, {"level": level}, asked).fits is fits
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_a_folder_without_its_weights_is_predicted_as_it_runs(level: int, tiny_model: Path) -> None:
     folder = check_folder(tiny_model)

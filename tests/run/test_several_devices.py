@@ -53,6 +53,7 @@ def apart(pipe: Any, placement: str) -> dict[str, Any]:
     return {"device": ONE, "components": elsewhere}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("placement", ["resident", "offload", "stream"])
 @pytest.mark.parametrize(
     "case", a_few(CASES, "StableDiffusion3", "StableDiffusionXL", "FluxImg2Img", "WanImageToVideo")

@@ -109,6 +109,7 @@ NEVER = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("family", "strategy"),
     [("Flux", name) for name in NEVER] + [("StableDiffusion", "first-block")],
@@ -135,6 +136,7 @@ def footprint_of(case: TinyCase, cache: StepCache) -> Footprint:
     return measurer.measure(request_of_example(pipe, call), given_call, lambda _: ())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("family", "strategy"), [("Flux", "first-block"), ("Wan", "pab"), ("StableDiffusion", "static")]
 )
@@ -172,7 +174,7 @@ def held_at_calls(pipe: Any, case: TinyCase) -> list[int]:
     return [held - found[0] for held in found]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize(("family", "strategy"), EVERY)
 def test_what_is_kept_on_the_cpu_is_what_was_predicted(family: str, strategy: str) -> None:
     """By what tensors there are at each call, more than without a cache, and a footprint from shapes alone."""
@@ -195,7 +197,7 @@ def test_what_is_kept_on_the_cpu_is_what_was_predicted(family: str, strategy: st
 # what streams
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("strategy", ["static", "first-block", "taylorseer", "magcache", "easycache"])
 @pytest.mark.parametrize("family", ["Flux", "CogVideoX", "Wan", "StableDiffusion"])
 def test_a_skip_that_is_named_loads_only_what_runs(family: str, strategy: str) -> None:

@@ -90,6 +90,7 @@ def test_three_ranks_have_one_copy_and_share_what_a_plan_stores_in_eight_bits() 
         assert growth(stored, 2) <= stored["weights"] * (1 + 0.35 / 3) + 10e6
 
 
+@pytest.mark.slow
 def test_what_one_rank_writes_the_others_do_not_see() -> None:
     small = {**SD, "checks": True}
     (first, other) = run_ranks(2, [{**small, "then": "written"}])
@@ -105,6 +106,7 @@ def test_an_adapter_that_is_loaded_and_fused_after_fit() -> None:
         assert max(trial["fused"]) <= CLOSE < 0.01 < trial["difference"]
 
 
+@pytest.mark.slow
 def test_ranks_with_other_weights_keep_their_own() -> None:
     (first,), (other,) = run_ranks(2, [{**SD, "differs": 1, "checks": True}])
     assert first["shared"] == ["text_encoder", "unet", "vae"]
@@ -127,6 +129,7 @@ def test_where_memory_cannot_be_shared_each_rank_has_its_copy() -> None:
         assert any("rank 0: sharing takes 15.6 MiB more for a moment, of " in note for note in short["notes"]), short
 
 
+@pytest.mark.slow
 def test_weights_stay_shared_when_another_plan_follows() -> None:
     trial = {"name": "StableDiffusion", "budget": "200MB", "later": True}
     said = check(run_ranks(2, [SD, trial]))

@@ -109,6 +109,7 @@ def added_by(work: Callable[[], object], card: SimulatedCard, weights: int) -> i
 MEASURED = [case.name for case in EVERY if case.name != "HiDreamImage"]  # whose routing needs numbers
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("plan", SIMULATED)
 @pytest.mark.parametrize("name", a_few(MEASURED, "Flux"))
 def test_every_denoiser(name: str, plan: str, make_cards: MakeCards) -> None:

@@ -34,6 +34,7 @@ def on_the_cpu(case: TinyCase) -> torch.Tensor:
     return run(case.make(), case)
 
 
+@pytest.mark.one_in(4)
 @every_case
 def test_numbers_are_those_of_the_cpu(case: TinyCase, make_cards: MakeCards) -> None:
     _, card = make_cards(2)
@@ -59,6 +60,7 @@ def _moved(values: Any, device: torch.device) -> Any:
     return tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, values)
 
 
+@pytest.mark.one_in(4)
 @every_case
 def test_numbers_are_those_of_the_cpu_over_two_cards(case: TinyCase, make_cards: MakeCards) -> None:
     cards = make_cards(2)
@@ -68,6 +70,7 @@ def test_numbers_are_those_of_the_cpu_over_two_cards(case: TinyCase, make_cards:
     assert all(card.allocator.allocated.peak > 0 for card in cards)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("level", a_few([0, 1, 2, 3], "3"))
 @more_cases
 def test_a_level_holds_a_hard_limit(case: TinyCase, level: int, make_cards: MakeCards) -> None:
@@ -96,6 +99,7 @@ def _fit_and_run(pipe: Any, case: TinyCase, level: int) -> None:
     run(pipe, case)
 
 
+@pytest.mark.one_in(3)
 @some_cases
 def test_undo_leaves_nothing_on_the_card(case: TinyCase, make_cards: MakeCards) -> None:
     (card,) = make_cards()

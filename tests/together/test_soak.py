@@ -63,6 +63,7 @@ def test_threads_draw_their_pictures_in_flat_memory(way: Way, threads: int, call
         assert torch.equal(draw(pipe), expected[SIZES[0]])
 
 
+@pytest.mark.slow
 def test_a_call_of_another_thread_is_planned_for() -> None:
     """It was taken for a part of the call that was running, whose plan is for another size."""
     small, large = PIXELS // 2, 2 * PIXELS
