@@ -1,6 +1,6 @@
 """torch's own race detector has nothing to report, and reports a wait that is missing.
 
-In processes of their own, because it stays switched on.
+In processes of their own, because it stays switched on; importing it is enough for torch to call its hooks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from cuda_stub import driver
-from cuda_stub.sanitize import PLANS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,20 +33,17 @@ def reports(*words: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-FEW = ("page-locked", "strips")  # plans in `make test-cuda`
-
-
 @pytest.mark.parametrize(
     ("name", "plans"),
     [
-        ("StableDiffusion", FEW),
-        *(pytest.param(name, tuple(PLANS), marks=pytest.mark.full) for name in NAMES),
+        ("StableDiffusion", ("page-locked", "strips")),
+        *(pytest.param(name, (), marks=pytest.mark.full) for name in NAMES),
     ],
-    ids=lambda value: value if isinstance(value, str) else f"{len(value)} plans",
+    ids=lambda value: value if isinstance(value, str) else "two plans" if value else "all plans",
 )
 def test_nothing_is_reported(name: str, plans: tuple[str, ...]) -> None:
-    found = reports(name, "--plan", *plans)
-    assert [each["plan"] for each in found] == [*plans]
+    found = reports(name, *(["--plan", *plans] if plans else []))
+    assert len(found) == (len(plans) or 8)
     assert [each for each in found if each["reports"] or not each["same"]] == []
 
 
