@@ -36,7 +36,7 @@ def reports(*words: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "plans"),
     [
-        ("StableDiffusion", ("page-locked", "strips")),
+        ("StableDiffusion", ("page-locked", "on disk")),
         *(pytest.param(name, (), marks=pytest.mark.full) for name in NAMES),
     ],
     ids=lambda value: value if isinstance(value, str) else "two plans" if value else "all plans",
