@@ -122,7 +122,7 @@ def _verdict(prediction: Prediction) -> str:
 
 def _table(prediction: Prediction) -> Iterator[tuple[str, ...]]:
     """Headings and phases; no times if the plan does not fit, and only columns of what is known."""
-    ranged, counts_copies = _range(prediction) is not None, any(phase.bytes_in for phase in prediction.trace.phases)
+    ranged, counts_copies = _range(prediction) is not None, _counts_copies(prediction)
     yield (*_HEADINGS[:2], *["likely"] * ranged, *_HEADINGS[2:], *["bytes in"] * counts_copies)
     for phase in fold_phases(prediction.trace.phases):
         within = _range(prediction, phase)
@@ -136,9 +136,14 @@ def _table(prediction: Prediction) -> Iterator[tuple[str, ...]]:
         )
 
 
+def _counts_copies(prediction: Prediction) -> bool:
+    """Whether copies were counted: in a simulated call, not in what is computed from a footprint."""
+    return any(phase.bytes_in for phase in prediction.trace.phases)
+
+
 def to_mapping(prediction: Prediction) -> dict[str, Any]:
     """Return plain values, ready for JSON."""
-    trace = prediction.trace
+    trace, counts_copies = prediction.trace, _counts_copies(prediction)
     return {
         "fits": prediction.fits,
         "model": prediction.model,
@@ -168,8 +173,8 @@ def to_mapping(prediction: Prediction) -> dict[str, Any]:
                 "seconds": phase.seconds,
                 "host_seconds": prediction.host_seconds.get(phase.name, 0.0),
                 "seconds_range": _range(prediction, phase),
-                "bytes_in": phase.bytes_in,
-                "bytes_out": phase.bytes_out,
+                "bytes_in": phase.bytes_in if counts_copies else None,
+                "bytes_out": phase.bytes_out if counts_copies else None,
                 "runs": phase.runs,
             }
             for phase in fold_phases(trace.phases)
