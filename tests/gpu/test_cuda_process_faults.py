@@ -24,7 +24,7 @@ from card_state import assert_nothing_left, card_state, fill_cache
 from cuda_stub import driver
 from cuda_stub.compute import computing
 from cuda_stub.plugin import rates_without_numbers
-from inspection import assert_same, imprint
+from inspection import assert_same, imprint, relative_error
 from own_process import started, told
 from tightfit.run.call_arguments import request_of
 from tiny_pipelines import CASES, TinyCase, run
@@ -123,21 +123,21 @@ def beside_others() -> None:
         fitted = tightfit.fit(pipe, **chosen)
         torch.cuda.reset_peak_memory_stats()
         print("fitted", flush=True)
-        same = [torch.equal(run(pipe, case).cpu(), wanted) for _ in range(4)]
+        errors = [relative_error(run(pipe, case).cpu(), wanted) for _ in range(4)]
         reserved = torch.cuda.max_memory_reserved()
-        planned = fitted.plan.vae.strips is None
+        strips = fitted.plan.vae.strips
         fitted.undo()
         assert_same(before, imprint(pipe))
         del fitted
         assert_nothing_left(card)
-        tell(same=same, reserved=reserved, planned=planned, refused=driver.count("refused"))
+        tell(errors=errors, reserved=reserved, strips=strips)
 
 
 def test_two_processes_with_a_budget_each_keep_to_it(tmp_path: Path) -> None:
     settings = {"STUB_CARD_FILE": str(tmp_path / "card"), "STUB_TOTAL": str(2 * SIZE + 64 * MIB)}
     processes = [started(__file__, "beside_others", **settings) for _ in range(2)]
     for found in map(told, processes):
-        assert found["same"] == [True] * 4
+        assert max(found["errors"]) <= (1e-5 if found["strips"] else 0)  # strips of another height: other sums
         assert found["reserved"] <= SIZE
 
 
