@@ -218,7 +218,8 @@ LIVED = PhaseMeasurement(
 EXPERIENCE = CallMeasurement(plan="c0ffee", first_call=True, stored={"unet": "int8"}, phases=(LIVED,))
 PREDICTION = Prediction(
     model="sdxl", card="rtx3060", capacity=11, other_devices={"cuda:0": 8}, needed_bytes=10, fits=True, plan=PLAN,
-    trace=TRACE, host_seconds={"denoise": 0.5}, dtype="float16", rates="learned", would_fit="512 MiB", sent_bytes=7,
+    trace=TRACE, simulated=True, host_seconds={"denoise": 0.5}, dtype="float16", rates="learned",
+    would_fit="512 MiB", sent_bytes=7,
 )  # fmt: skip
 EXAMPLES = [
     REQUEST, BUDGET, BUDGETS, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, LEG, WAY, STRETCH, VARIANT,

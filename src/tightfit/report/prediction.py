@@ -122,11 +122,11 @@ def _verdict(prediction: Prediction) -> str:
 
 def _table(prediction: Prediction) -> Iterator[tuple[str, ...]]:
     """Headings and phases; no times if the plan does not fit, and only columns of what is known."""
-    ranged, counts_copies = _range(prediction) is not None, _counts_copies(prediction)
-    yield (*_HEADINGS[:2], *["likely"] * ranged, *_HEADINGS[2:], *["bytes in"] * counts_copies)
+    ranged, simulated = _range(prediction) is not None, prediction.simulated
+    yield (*_HEADINGS[:2], *["likely"] * ranged, *_HEADINGS[2:], *["bytes in"] * simulated)
     for phase in fold_phases(prediction.trace.phases):
         within = _range(prediction, phase)
-        sizes = (phase.peak_bytes, phase.peak_weights, phase.peak_reserved, *[phase.bytes_in] * counts_copies)
+        sizes = (phase.peak_bytes, phase.peak_weights, phase.peak_reserved, *[phase.bytes_in] * simulated)
         yield (
             phase.name,
             format_seconds(phase.seconds) if prediction.fits else "-",
@@ -136,20 +136,16 @@ def _table(prediction: Prediction) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _counts_copies(prediction: Prediction) -> bool:
-    """Whether copies were counted: in a simulated call, not in what is computed from a footprint."""
-    return any(phase.bytes_in for phase in prediction.trace.phases)
-
-
 def to_mapping(prediction: Prediction) -> dict[str, Any]:
     """Return plain values, ready for JSON."""
-    trace, counts_copies = prediction.trace, _counts_copies(prediction)
+    trace = prediction.trace
     return {
         "fits": prediction.fits,
         "model": prediction.model,
         "card": prediction.card,
         "capacity_bytes": prediction.capacity,
         "other_devices": dict(prediction.other_devices),
+        "simulated": prediction.simulated,
         "lossless": not trace.lossy,
         "predicted": {
             "peak_bytes": trace.peak_bytes,
@@ -173,8 +169,8 @@ def to_mapping(prediction: Prediction) -> dict[str, Any]:
                 "seconds": phase.seconds,
                 "host_seconds": prediction.host_seconds.get(phase.name, 0.0),
                 "seconds_range": _range(prediction, phase),
-                "bytes_in": phase.bytes_in if counts_copies else None,
-                "bytes_out": phase.bytes_out if counts_copies else None,
+                "bytes_in": phase.bytes_in if prediction.simulated else None,
+                "bytes_out": phase.bytes_out if prediction.simulated else None,
                 "runs": phase.runs,
             }
             for phase in fold_phases(trace.phases)

@@ -1,7 +1,7 @@
 """A footprint and a plan → a Prediction, computed as by the planner instead of simulated.
 
-For plans within limits, because a simulation takes longer than planning, and torch; and for all that load weights from
-disk, which a simulated card does not have.
+For plans within limits, since a simulation needs torch and can take longer than planning; and for plans that load
+weights from disk, which a simulated card does not have.
 """
 
 from __future__ import annotations

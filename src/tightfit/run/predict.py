@@ -11,7 +11,7 @@ from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import BudgetTooSmall, InputError, PlanError, unknown_name
 from tightfit.plan.default_rates import computer_with
 from tightfit.plan.options import SearchCaches
-from tightfit.run.answer_cache import cached, footprint_question, lookup, marked, recalled_footprint
+from tightfit.run.answer_cache import cached, footprint_question, marked, recalled_footprint
 from tightfit.run.cache_choice import plan_with_cache
 from tightfit.run.count import PLANNED_NOTE, counted, needs_store_rates
 from tightfit.run.limits import Limits
@@ -48,8 +48,8 @@ def forecast(
     It runs under `choices` of Plan fields, or under the plan made within `limits`; on the known `card`, or several with
     commas between; if `card` is None, on this computer's first device, or on those that the budget names. Slow steps
     run inside `say(…)`. A plan within limits is not simulated, unless `simulated`: its own forecast is returned, which
-    takes a fraction of the time, and no torch where the footprint is cached. InputError for unknown names, PlanError
-    and RequestError for invalid values, BudgetTooSmall if nothing fits.
+    is faster, and needs no torch if the footprint is cached. InputError for unknown names, PlanError and RequestError
+    for invalid values, BudgetTooSmall if nothing fits.
     """
     known = _known_cards(card)  # before the slow steps
     which, mark = resolve_model(model)
@@ -85,14 +85,14 @@ def forecast(
                 which, accelerator, fields, request, others=others, title=name, card=card, time_scales=time_scales
             )
 
-    on = card if known else [each.to_mapping() | {"free": None} for each in (accelerator, *others)]
-    question = {"model": mark, "title": title, "card": on, "choices": fields, "request": request.to_mapping()}
-    question["paces"] = time_scales
     if planned and not simulated:
-        found = lookup(Prediction, question) or counted(
+        found = counted(
             planned.footprint, accelerator, fields, others=others, title=name, card=card, machine=own, note=PLANNED_NOTE
         )
     else:
+        on = card if known else [each.to_mapping() | {"free": None} for each in (accelerator, *others)]
+        question = {"model": mark, "title": title, "card": on, "choices": fields, "request": request.to_mapping()}
+        question["paces"] = time_scales
         found = cached(Prediction, question, simulation)
     instead = None
     if chosen and not found.fits and not others:

@@ -257,6 +257,7 @@ def simulate_call(
         fits=all(needed[each] <= capacity for each, capacity in capacities.items()),
         plan=plan,
         host_seconds=host_seconds,
+        simulated=True,
         trace=_on(trace.model_copy(update={"notes": (*trace.notes, *messages)}), name, called),
         dtype=main_dtype(inspect_pipeline(simulation.pipe).components),
     )

@@ -131,7 +131,7 @@ class CallMeasurement(Record):
 
 
 class Prediction(Record):
-    """Predicted result of a call: a plan, and the trace of a call under that plan on a simulated card."""
+    """Predicted result of a call: a plan, and the trace of a call under that plan."""
 
     model: str
     card: str
@@ -141,6 +141,7 @@ class Prediction(Record):
     fits: bool
     plan: Plan
     trace: Trace
+    simulated: bool = False  # of a simulated call; else computed: peaks are upper bounds, and copies are not counted
     host_seconds: dict[str, Real] = Field(default_factory=dict)  # host's work on the critical path, by phase
     dtype: str | None = None  # dtype of most weights
     rates: Literal["nominal", "measured", "learned", "guessed"] = "nominal"  # source of the rates used for times
