@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -208,6 +209,24 @@ def _attention(function: Any, args: Any, kwargs: Any) -> Any:
     return (out.to(named["query"].dtype),) + (None,) * (len(function._schema.returns) - 1)
 
 
+def _of_each_dtype(function: Any) -> Callable[[Any, Any], Any]:
+    """`function`, in float32 where the CPU has no kernel for these dtypes: its statistics of norms have the inputs'."""
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+    def compute(args: Any, kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError:
+            if function._schema.is_mutable:
+                raise
+            widened = tree_map_only(torch.Tensor, wide, (args, kwargs))
+            return function(*widened[0], **widened[1])
+
+    return compute
+
+
 def _computed(function: Any, args: Any, kwargs: Any, out: Any, seed: int | None) -> Any:
     """`out`, with numbers."""
     changed = {name: value for name, value in kwargs.items() if name != "pin_memory"}
@@ -218,11 +237,9 @@ def _computed(function: Any, args: Any, kwargs: Any, out: Any, seed: int | None)
     ours = tree_map_only(torch.Tensor, on_cpu, (args, changed))
     ours = tree_map_only(torch.device, lambda _: torch.device("cpu"), ours)
     fused = _name(function).startswith("_scaled_dot_product_") and not _name(function).endswith(("_for_cpu", "_math"))
+    compute = functools.partial(_attention, function) if fused else _of_each_dtype(function)
     try:
-        if function in BACKWARD_STAND_INS:
-            wanted = BACKWARD_STAND_INS[function](*ours[0], **ours[1])
-        else:
-            wanted = _attention(function, *ours) if fused else function(*ours[0], **ours[1])
+        wanted = BACKWARD_STAND_INS[function](*ours[0], **ours[1]) if function in BACKWARD_STAND_INS else compute(*ours)
     except (NotImplementedError, RuntimeError) as error:
         not_computed.setdefault(str(function), str(error)[:200])
         return out
@@ -232,7 +249,9 @@ def _computed(function: Any, args: Any, kwargs: Any, out: Any, seed: int | None)
     results = list(out) if several else [out]
     for index, (got, right) in enumerate(zip(results, wanted if several else [wanted], strict=False)):
         if isinstance(got, torch.Tensor) and isinstance(right, torch.Tensor) and got.device.type == "cuda":
-            if got.shape != right.shape:  # as many as the numbers say
+            if fused and got.shape[:-1] == right.shape[:-1] and got.shape[-1] > right.shape[-1]:
+                on_cpu(got).fill_(float("inf"))[..., : right.shape[-1]] = right  # a padded log-sum-exp
+            elif got.shape != right.shape:  # as many as the numbers say
                 results[index] = right.to(got.device)
             else:
                 on_cpu(got).copy_(right)

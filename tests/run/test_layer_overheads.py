@@ -1,4 +1,4 @@
-"""What the host does for each layer whose weights stream, or come and stay, is in a plan's times and in the clock's."""
+"""What the host does for each layer, and what networks copy themselves, is in a plan's times and the clock's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from diffusers.models.resnet import ResnetBlock2D
 
 import tightfit
 from simulator.conftest import ACCELERATOR, MakeCards
@@ -58,6 +59,32 @@ def test_forecasts_and_played_times_agree(pipe: Any, budget: int, longer: float)
         fitted.undo()
     assert told == pytest.approx(played, rel=0.03)
     assert played[1] > longer * played[0]
+
+
+class _WithTable(ResnetBlock2D):
+    """Copies 4 MiB from host memory in each call, as some networks do with tables of rotary embeddings."""
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        table = torch.zeros(2**20).to(hidden.device)
+        return super().forward(hidden + table.sum().to(hidden.dtype), *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def test_copies_of_the_network_wait_for_weights_that_were_sent_before(pipe: Any) -> None:
+    played = {}
+    for copies in (False, True):
+        for block in pipe.unet.modules():
+            if type(block) is ResnetBlock2D and copies:
+                block.__class__ = _WithTable
+        use_cards([SimulatedCard(0, ACCELERATOR, Host(), values="shapes")])
+        fitted = tightfit.fit(pipe, budget=100 * MIB, request=ASKED | {"steps": STEPS}, device="simulated:0")
+        assert fitted.plan.components["unet"].placement == "stream"
+        with torch.no_grad():
+            pipe("a fox", **ASKED, num_inference_steps=STEPS, output_type="pt")
+        told = {phase.name: phase.seconds for phase in fitted.plan.forecast}["denoise"]
+        played[copies] = {phase.name: phase.seconds for phase in fitted.report().trace.phases}["denoise"]
+        assert told == pytest.approx(played[copies], rel=0.03)
+        fitted.undo()
+    assert played[True] > 1.1 * played[False]
 
 
 def test_a_simulated_card_gives_its_own(make_cards: MakeCards) -> None:

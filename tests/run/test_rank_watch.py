@@ -200,9 +200,9 @@ def test_a_rank_that_does_not_begin_is_not_waited_for(missing: int) -> None:
 
 def test_a_signal_ends_ranks_that_wait_for_another_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATIENT", "1")
-    port = free_port()
-    with started(0, 1, port=port) as processes:
-        store = dist.TCPStore("127.0.0.1", port, 3, is_master=False)  # the third one connects, and does not begin
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as torchrun does: the store outlives the ranks
+    store = dist.TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
+    with started(0, 1, port=store.port) as processes:
         store.wait(["tightfit/0/tightfit/begun/0", "tightfit/0/tightfit/begun/1"], timedelta(seconds=30))
         for process in processes:
             process.terminate()

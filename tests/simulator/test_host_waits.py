@@ -16,7 +16,7 @@ SIZES = [3, 2**12, 2**21]  # numbers in a result
 def waits_of(card: SimulatedCard) -> list[int]:
     """Grows when the host waits for all that it gave to the card."""
     waits: list[int] = []
-    card.sync_callbacks.append(lambda: waits.append(card.host.now))
+    card.sync_callbacks.append(lambda _: waits.append(card.host.now))
     return waits
 
 

@@ -149,7 +149,7 @@ class BlockReplay:
             free_dead_tensors()
             self._kernels.append(_Kernel(len(self._card.allocator.history), work, self._pass.layer))
 
-    def _wait(self) -> None:
+    def _wait(self, _: int) -> None:
         self._waits += 1
 
     def _noted(

@@ -295,6 +295,6 @@ class CallProfiler:
             if self._phases:
                 self._phases[-1].outside = max(self._phases[-1].outside, now)
 
-    def _wait(self) -> None:
+    def _wait(self, copied_in: int) -> None:
         if self._open:
-            self._open[-1].segments[-1].wait(self._open[-1].layer)
+            self._open[-1].segments[-1].wait(self._open[-1].layer, copied_in)

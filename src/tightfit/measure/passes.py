@@ -76,11 +76,15 @@ def _power(amounts: Amounts) -> int | None:
 
 @dataclass
 class OpenLayerWork:
-    """Work of one layer, or between layers (""); `waits`: the host synchronizes after it."""
+    """Work of one layer, or between layers (""), and bytes copied from the host; `waits`: the host waits for it."""
 
     layer: str
     tally: KernelCounter = field(default_factory=KernelCounter)
+    copied_in: int = 0
     waits: bool = False
+
+    def work(self) -> LayerWork:
+        return LayerWork(layer=self.layer, work=self.tally.workloads(), copied_in=self.copied_in, host_waits=self.waits)
 
 
 @dataclass
@@ -100,9 +104,10 @@ class OpenBlockUse:
     def add(self, layer: str, work: KernelCost) -> None:
         self._turn(layer).tally.add(work)
 
-    def wait(self, layer: str) -> None:
-        """Record that the host waits for `layer` and all work before it."""
-        self._turn(layer).waits = True
+    def wait(self, layer: str, copied_in: int) -> None:
+        """Record that the host waits for `layer` and all work before it, and for bytes that it copied from the host."""
+        turn = self._turn(layer)
+        turn.copied_in, turn.waits = copied_in, True
 
     def _turn(self, layer: str) -> OpenLayerWork:
         if not self.turns or self.turns[-1].layer != layer or self.turns[-1].waits:
@@ -114,9 +119,7 @@ class OpenBlockUse:
         return replace(self, waiting=self.waiting + more, peak=self.peak + more)
 
     def use(self) -> BlockUse:
-        turns = tuple(
-            LayerWork(layer=each.layer, work=each.tally.workloads(), host_waits=each.waits) for each in self.turns
-        )
+        turns = tuple(each.work() for each in self.turns)
         return BlockUse(block=self.block, live_bytes_at_start=self.waiting, peak=self.peak, layer_work=turns)
 
 

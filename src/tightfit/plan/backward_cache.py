@@ -110,6 +110,8 @@ class _Simulation(BackwardCache[str]):
             self.send_ahead()
         self.host += segment.launching
         self.now = max(self.now + segment.seconds, self.host)
+        if segment.copying:
+            self.now = self.host = self._link = max(self._link, self.now) + segment.copying
 
     def _size(self, key: str) -> int:
         return self._sizes[key]

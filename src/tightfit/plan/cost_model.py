@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from tightfit.catalog.cuda import PAGEABLE
 from tightfit.plan.layer_selection import group_layers
 from tightfit.plan.timeline import (
     Clocks,
@@ -135,7 +136,12 @@ class CostModel:
 
     def _segment(self, layer_work: LayerWork, group: str, granularity: Granularity | None) -> ComputeSegment:
         gate = layer_work.layer if group and granularity == "layer" else ""
-        return segment_of(layer_work.work, self._device, group)._replace(layer=gate)
+        segment = segment_of(layer_work.work, self._device, group)._replace(layer=gate)
+        link = self._device.link_rate
+        if not (layer_work.copied_in and link):
+            return segment
+        launching = segment.launching + self._device.launch_overhead
+        return segment._replace(launching=launching, copying=layer_work.copied_in / (link * PAGEABLE))
 
     def expected(self, granularity: Granularity) -> list[str]:
         """Return the weight groups in the order of the model: for "layer" once per layer of a group, else once."""
@@ -156,7 +162,7 @@ class CostModel:
             for segment in self.segments(call):
                 needed = segment.group or needed
                 if needed is not None:
-                    spent[needed] += segment.seconds
+                    spent[needed] += segment.seconds + segment.copying
         return spent
 
 

@@ -32,6 +32,7 @@ class ComputeSegment(NamedTuple):
     launching: float  # seconds of the host, before that
     waits: bool = False  # whether the host waits for its end
     layer: str = ""  # the layer that runs, of several in the group
+    copying: float = 0.0  # seconds of the link for what its own code copies to the device then, while the host waits
 
 
 def segment_of(work: Iterable[KernelGroup], device: Accelerator, group: str = "") -> ComputeSegment:
@@ -64,7 +65,7 @@ def seconds_without_weights(segments: Iterable[ComputeSegment], overhead: float 
     seconds = launching = 0.0
     for segment in segments:
         launching += segment.launching + (overhead if segment.group else 0.0)
-        seconds = max(seconds + segment.seconds, launching)
+        seconds = max(seconds + segment.seconds, launching) + segment.copying
         if segment.waits:
             launching = seconds
     return seconds
@@ -106,14 +107,12 @@ def in_order(timings: Iterable[StripStageTiming]) -> Iterator[ComputeSegment]:
 def merge_segments(segments: Iterable[ComputeSegment], time_scale: float) -> list[ComputeSegment]:
     """Merge adjacent segments of the same group and layer; arithmetic and launches take `time_scale` times as long."""
     found = list[ComputeSegment]()
-    for group, seconds, launching, waits, layer in segments:
-        paced = ComputeSegment(group, seconds * time_scale, launching * time_scale, waits, layer)
-        if found and (found[-1].group, found[-1].layer) == (group, layer) and not found[-1].waits:
+    for segment in segments:
+        seconds, launching = segment.seconds * time_scale, segment.launching * time_scale
+        if found and (found[-1].group, found[-1].layer) == (segment.group, segment.layer) and not found[-1].waits:
             before = found.pop()
-            paced = ComputeSegment(
-                group, before.seconds + paced.seconds, before.launching + paced.launching, waits, layer
-            )
-        found.append(paced)
+            seconds, launching = before.seconds + seconds, before.launching + launching
+        found.append(segment._replace(seconds=seconds, launching=launching))
     return found
 
 
@@ -219,13 +218,15 @@ class TransferSimulator(PrefetchPolicy[str]):
 
     def run(self, segment: ComputeSegment) -> None:
         """Run `segment` as soon as the weights that it needs are loaded."""
-        group, seconds, launching, waits, _ = segment
+        group = segment.group
         if group:
             self._host += self._overheads.resident
             self._need(group)
-        self._host += launching
-        self.now = max(self.now + seconds, self._host)
-        if waits:
+        self._host += segment.launching
+        self.now = max(self.now + segment.seconds, self._host)
+        if segment.copying:
+            self.now = self._fed = self.copy_in(segment.copying)
+        if segment.waits:
             self._host = self.now
         if group:
             self._used_up(group)
@@ -235,7 +236,7 @@ class TransferSimulator(PrefetchPolicy[str]):
         self._host += seconds
 
     def copy_in(self, seconds: float) -> float:
-        """Copy something else from host memory, in `seconds` of the link; return when it is on the device."""
+        """Copy something else, in `seconds` of the link after what was sent before; return when it is on the device."""
         self._link = max(self._link, self.now) + seconds
         return self._link
 

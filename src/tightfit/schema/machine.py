@@ -185,6 +185,7 @@ class LayerWork(Record):
 
     layer: str
     work: tuple[KernelGroup, ...]
+    copied_in: Count = 0  # bytes that its own code copies from pageable host memory after it; the host waits for that
     host_waits: bool = False  # whether the host synchronizes with the device after it
 
 

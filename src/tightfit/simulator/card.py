@@ -48,7 +48,7 @@ class SimulatedCard:
     bytes_in: int = 0  # bytes copied from the host
     bytes_out: int = 0
     kernel_callbacks: list[Callable[[KernelCost], None]] = field(default_factory=list)  # called during each kernel
-    sync_callbacks: list[Callable[[], None]] = field(default_factory=list)  # called after `let_host_wait`
+    sync_callbacks: list[Callable[[int], None]] = field(default_factory=list)  # called by `block_host`
     on_unknown_values: Callable[[RunError], None] | None = (
         None  # called where values are unknown: raises, or returns to use zeros
     )
@@ -203,13 +203,16 @@ class SimulatedCard:
         time = size / (rate * (1.0 if pinned else PAGEABLE)) if rate else 0.0
         self.timeline.run(self.stream, engine, round(time * 1e9))
         if wait or not pinned:
-            self.block_host()
+            self.block_host(0 if pinned or engine == "out" else size)
 
-    def block_host(self) -> None:
-        """Block the host until the current stream has done all submitted work."""
+    def block_host(self, copied_in: int = 0) -> None:
+        """Block the host until the current stream has done all submitted work.
+
+        The last of it was a copy of `copied_in` bytes from pageable host memory, if any.
+        """
         self.record().wait()
         for tell in self.sync_callbacks:
-            tell()
+            tell(copied_in)
 
     def record(self) -> Point:
         """Return an event after all work submitted to the current stream so far."""
