@@ -98,7 +98,7 @@ WORKLOAD = KernelGroup(
     kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2, padding=1, exponentials=2, tile_operations=3,
     copied=4, serial=5, divisions=7, module_calls=6,
 )  # fmt: skip
-TURN = LayerWork(layer="transformer_blocks.0.ff.net.2", work=(WORKLOAD,), copied_in=2**20, host_waits=True)
+TURN = LayerWork(layer="transformer_blocks.0.ff.net.2", work=(WORKLOAD,), copied_in=2**20, holds=True, host_waits=True)
 USE = BlockUse(block="transformer_blocks.0", live_bytes_at_start=32, peak=64, layer_work=(TURN,))
 PASS = ComponentCall(
     component="unet",

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.plan.timeline import ComputeSegment, HostOverheads, TransferSimulator, seconds_without_weights
+from tightfit.plan.compute_segments import ComputeSegment, seconds_without_weights
+from tightfit.plan.timeline import HostOverheads, TransferSimulator
 
 RATE = 1e9
 
@@ -75,6 +76,15 @@ def test_a_ring_of_two_hides_the_link_behind_the_arithmetic() -> None:
     seconds = [run.work(segments(dict.fromkeys("abcd", 0.005))) for _ in range(4)]
     assert seconds[0] == pytest.approx(0.004096 + 0.020)
     assert seconds[2:] == pytest.approx([0.020] * 2)
+
+
+def test_weights_that_are_held_keep_their_room_until_the_next_layer_is_done() -> None:
+    run = flow(dict.fromkeys("abc", 4096 * 1000), set(), 2 * 4096 * 1000)
+    first, *others = segments(dict.fromkeys("abc", 0.01))
+    seconds = [run.work([first._replace(holds=True), *others]) for _ in range(4)]
+    assert seconds[2:] == pytest.approx([0.030 + 0.004096] * 2)  # "c" is sent when "b" is done
+    plain = flow(dict.fromkeys("abc", 4096 * 1000), set(), 2 * 4096 * 1000)
+    assert [plain.work([first, *others]) for _ in range(4)][2:] == pytest.approx([0.030] * 2)
 
 
 def test_a_host_that_waits_has_launched_nothing_ahead() -> None:

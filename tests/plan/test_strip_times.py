@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.plan import cost_model as strips
+from tightfit.plan.compute_segments import ComputeSegment, StripStageTiming
 from tightfit.plan.cost_model import work_in_strips
-from tightfit.plan.timeline import ComputeSegment, StripStageTiming, TransferSimulator
+from tightfit.plan.timeline import TransferSimulator
 
 MB = 10**6
 RATE = 1e9  # bytes a second

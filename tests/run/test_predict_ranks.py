@@ -15,7 +15,7 @@ from tightfit.apply.context_parallel.row_shares import RowShares
 from tightfit.apply.context_parallel.simulated_ranks import SimulatedRankGroup
 from tightfit.catalog.known import known_card
 from tightfit.errors import InputError
-from tightfit.plan.timeline import segment_of
+from tightfit.plan.compute_segments import segment_of
 from tightfit.run.limits import Limits
 from tightfit.run.models import resolve_model
 from tightfit.run.predict_ranks import SharedCall, forecast_ranks

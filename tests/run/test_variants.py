@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from tightfit.schema.footprint import Phase, Variant
 from tightfit.simulator.backend import use_cards
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.timeline import Host
+from tiny_pipelines import CASES
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
 
@@ -59,6 +61,20 @@ def test_the_finer_is_tried_as_long_as_it_saves() -> None:
 def test_a_batch_is_halved_down_to_single_items() -> None:
     found = measure_variants(footprint_of(4), played(lambda variant: 100 * MIB * (variant.max_batch or 10)))
     assert asked(found) == [(None, batch, None, by_blocks) for batch in (4, 2, 1) for by_blocks in (False, True)]
+
+
+def test_feed_forwards_in_chunks_need_fewer_bytes_in_measurements_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pipe = next(case for case in CASES if case.name == "CogVideoX").make()
+    footprint = measure_footprint(pipe, Request(height=512, width=512, steps=2))
+    usual = max(footprint.phases[place].allocator_bytes for place in footprint.denoiser_phases)
+    (chunked,) = (variant for variant in footprint.variants if variant.ffn_chunk)
+    assert chunked.phases[0].allocator_bytes < 0.8 * usual
+    held = [work.layer for use in chunked.phases[0].calls[0].block_uses for work in use.layer_work if work.holds]
+    assert held
+    assert all(".ff." in layer for layer in held)
 
 
 @pytest.mark.parametrize("kind", [PlanError, RuntimeError])

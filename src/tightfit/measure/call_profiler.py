@@ -53,6 +53,7 @@ class CallProfiler:
         self._followed: dict[str, _ProfiledComponent] = {}
         # what else tells calls of a component apart, besides the shapes of their arguments
         self.kind_of: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] = lambda name, args, kwargs: None
+        self.chunked: Mapping[str, Mapping[str, str]] = {}  # as in OpenBlockUse, by component
         self._own: dict[int, int] = {}  # bytes of components' weights by block number
         self._begin_call()
 
@@ -85,8 +86,8 @@ class CallProfiler:
         self._card.sync_callbacks.append(self._wait)
         undo.callback(self._card.sync_callbacks.remove, self._wait)
         follow_nodes(self._at_node, undo)
-        undo.callback(setattr, self._card, "on_unknown_values", self._card.on_unknown_values)
-        self._card.on_unknown_values = self._judge
+        undo.callback(setattr, self._card, "accepts_zeros", self._card.accepts_zeros)
+        self._card.accepts_zeros = self._accept_zeros
         for name, module in components.items():
             if name not in self._followed:
                 self._followed[name] = _ProfiledComponent(
@@ -119,9 +120,8 @@ class CallProfiler:
 
         With fixed segments, what is left of earlier phases holds whole segments: then their history is replayed, too.
         """
-        more = 0
-        if phase.peak > rounded_peak(history):  # at most the bytes allocated, and faster to compute
-            more = max(0, phase.peak - replay(history, 2**60).allocated.peak)
+        exceeded = phase.peak > rounded_peak(history)  # at most the bytes allocated, and faster to compute
+        more = max(0, phase.peak - replay(history, 2**60).allocated.peak) if exceeded else 0
         if self._expandable:
             return least_capacity(history, expandable=True) + more
         return least_capacity(self._history(self._phases[0].began, end)) + more
@@ -201,13 +201,13 @@ class CallProfiler:
     def _works(self, name: str) -> bool:
         return any(each.component == name for each in self._open)
 
-    def _judge(self, error: RunError) -> None:
+    def _accept_zeros(self, error: RunError) -> bool:
         """Accept a read of unknown values after denoisers have run: it decides nothing if no component runs later."""
         denoised = any(phase.name == find_phase("", "denoiser", "forward") for phase in self._phases)
         self._answers += 1
-        if self._open or not denoised or self._answers > MOST_ANSWERS:
-            raise error
-        self._doubt = error
+        accepted = denoised and not self._open and self._answers <= MOST_ANSWERS
+        self._doubt = error if accepted else self._doubt
+        return accepted
 
     def _begin(self, phase: str, opened: OpenCall) -> None:
         if self._doubt is not None:
@@ -270,9 +270,9 @@ class CallProfiler:
     def turn(self, block: str) -> None:
         """Count what follows for `block` of the component call in progress."""
         free_dead_tensors()
-        now = self._activations
-        opened = self._open[-1]
-        opened.segments.append(OpenBlockUse(block, now, now, in_backward=opened.in_backward))
+        now, opened = self._activations, self._open[-1]
+        chunked = self.chunked.get(opened.component, {})
+        opened.segments.append(OpenBlockUse(block, now, now, [], opened.in_backward, chunked))
         self._note_place()
 
     @property
@@ -285,9 +285,7 @@ class CallProfiler:
         if self._phases:
             self._phases[-1].peak = max(self._phases[-1].peak, now)
         if self._open:
-            segment = self._open[-1].segments[-1]
-            segment.peak = max(segment.peak, now)
-            segment.add(self._open[-1].layer, work)
+            self._open[-1].segments[-1].add(self._open[-1].layer, work, now)
             for each in self._open:
                 each.kernels += 1
         else:

@@ -81,10 +81,17 @@ class OpenLayerWork:
     layer: str
     tally: KernelCounter = field(default_factory=KernelCounter)
     copied_in: int = 0
+    holds: bool = False
     waits: bool = False
 
     def work(self) -> LayerWork:
-        return LayerWork(layer=self.layer, work=self.tally.workloads(), copied_in=self.copied_in, host_waits=self.waits)
+        return LayerWork(
+            layer=self.layer,
+            work=self.tally.workloads(),
+            copied_in=self.copied_in,
+            holds=self.holds,
+            host_waits=self.waits,
+        )
 
 
 @dataclass
@@ -96,13 +103,18 @@ class OpenBlockUse:
     peak: int
     turns: list[OpenLayerWork] = field(default_factory=list)
     in_backward: bool = False
+    chunked: Mapping[str, str] = field(
+        default_factory=dict
+    )  # layers of feed-forwards in chunks: each one's feed-forward
 
     @property
     def worked(self) -> bool:
         return bool(self.block or self.turns)
 
-    def add(self, layer: str, work: KernelCost) -> None:
+    def add(self, layer: str, work: KernelCost, live: int) -> None:
+        """Record a kernel of `layer`, while `live` bytes of activations are on the device."""
         self._turn(layer).tally.add(work)
+        self.peak = max(self.peak, live)
 
     def wait(self, layer: str, copied_in: int) -> None:
         """Record that the host waits for `layer` and all work before it, and for bytes that it copied from the host."""
@@ -110,9 +122,29 @@ class OpenBlockUse:
         turn.copied_in, turn.waits = copied_in, True
 
     def _turn(self, layer: str) -> OpenLayerWork:
-        if not self.turns or self.turns[-1].layer != layer or self.turns[-1].waits:
-            self.turns.append(OpenLayerWork(layer))
+        """Return where work of `layer` counts now.
+
+        A feed-forward in chunks has the weights of all its layers on the device until it ends: each layer counts once,
+        and what further chunks take counts for the last one.
+        """
+        if self.turns and self.turns[-1].layer == layer and not self.turns[-1].waits:
+            return self.turns[-1]
+        before = self._in_chunks(layer)
+        if any(turn.layer == layer for turn in before):
+            return before[0]
+        for turn in before:
+            turn.holds = True
+        self.turns.append(OpenLayerWork(layer))
         return self.turns[-1]
+
+    def _in_chunks(self, layer: str) -> list[OpenLayerWork]:
+        """Return what ran in the feed-forward in chunks that `layer` is in, if that is running, the last first."""
+        found: list[OpenLayerWork] = []
+        for turn in reversed(self.turns if layer in self.chunked else ()):
+            if turn.waits or (turn.layer and self.chunked.get(turn.layer) != self.chunked[layer]):
+                break
+            found += [turn] if turn.layer else []
+        return found
 
     def later(self, more: int) -> OpenBlockUse:
         """Return the same use with `more` additional bytes of live activations."""
@@ -155,7 +187,10 @@ class OpenCall:
 
 
 class OpenPhase:
-    """The component calls of one phase; of equal ones (inputs and used blocks), the highest peak is kept."""
+    """The component calls of one phase; of equal ones (inputs and used blocks), that of the highest peak is kept.
+
+    Of those, the last: a first call may fill caches, and test whether feed-forwards can work in chunks.
+    """
 
     def __init__(self, name: str, began: int) -> None:
         self.name = name
@@ -170,7 +205,7 @@ class OpenPhase:
     def add(self, done: OpenCall, segments: list[OpenBlockUse]) -> None:
         kind = (*done.key, tuple(segment.block for segment in segments))
         backward = next((index for index, segment in enumerate(segments) if segment.in_backward), None)
-        if kind not in self._kinds or _highest(segments) > _highest(self._kinds[kind]):
+        if kind not in self._kinds or _highest(segments) >= _highest(self._kinds[kind]):
             self._kinds[kind] = segments
             self._backward_from[kind] = backward
             known = self._left_out_from.get(kind)  # a repetition does not say it

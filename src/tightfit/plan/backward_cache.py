@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from tightfit.plan.compute_segments import ComputeSegment
 from tightfit.plan.prefetch import PrefetchOrder
-from tightfit.plan.timeline import ComputeSegment, HostOverheads
+from tightfit.plan.timeline import HostOverheads
 
 __all__ = ["BackwardCache", "backward_seconds"]
 

@@ -7,18 +7,16 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from tightfit.catalog.cuda import PAGEABLE
-from tightfit.plan.layer_selection import group_layers
-from tightfit.plan.timeline import (
-    Clocks,
+from tightfit.plan.compute_segments import (
     ComputeSegment,
-    HostOverheads,
     StripStageTiming,
-    TransferSimulator,
     in_order,
     merge_segments,
     seconds_without_weights,
     segment_of,
 )
+from tightfit.plan.layer_selection import group_layers
+from tightfit.plan.timeline import Clocks, HostOverheads, TransferSimulator
 from tightfit.schema.footprint import (
     BlockUse,
     Component,
@@ -136,7 +134,7 @@ class CostModel:
 
     def _segment(self, layer_work: LayerWork, group: str, granularity: Granularity | None) -> ComputeSegment:
         gate = layer_work.layer if group and granularity == "layer" else ""
-        segment = segment_of(layer_work.work, self._device, group)._replace(layer=gate)
+        segment = segment_of(layer_work.work, self._device, group)._replace(layer=gate, holds=layer_work.holds)
         link = self._device.link_rate
         if not (layer_work.copied_in and link):
             return segment

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from tightfit.catalog.cuda import KEEPS_WORKSPACE, PAGE_TAIL, product_workspaces, workspace_bytes
 from tightfit.plan.component_cost import SEGMENT, ComponentCost, round_up
 from tightfit.plan.component_order import CoResidencyTracker, method_of, prefetch_reasons
+from tightfit.plan.compute_segments import seconds_without_weights, segment_of
 from tightfit.plan.cost_model import CostModel
 from tightfit.plan.options import variant_of
 from tightfit.plan.split_footprint import with_parts
-from tightfit.plan.timeline import seconds_without_weights, segment_of
 from tightfit.schema.footprint import ComponentCall, Footprint, Phase, Variant
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import PhaseForecast, Plan

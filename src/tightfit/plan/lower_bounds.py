@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tightfit.plan.component_cost import ComponentCost
+from tightfit.plan.compute_segments import ComputeSegment, StripStageTiming, in_order
 from tightfit.plan.cost_model import CostModel
 from tightfit.plan.layer_selection import WeightGroupSizes, small_tensor_bytes
-from tightfit.plan.timeline import ComputeSegment, StripStageTiming, in_order
 from tightfit.schema.footprint import ComponentCall, StripProfile
 from tightfit.schema.plan import ComponentPlan, Granularity
 

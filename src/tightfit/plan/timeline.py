@@ -6,114 +6,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tightfit.plan.compute_segments import ComputeSegment
 from tightfit.plan.prefetch import Lease, PrefetchOrder, Ring
 from tightfit.plan.prefetch_policy import PrefetchPolicy
-from tightfit.schema.kernel_time import kernel_seconds
-from tightfit.schema.machine import EXCHANGES, Accelerator, KernelGroup
 
-__all__ = [
-    "Clocks",
-    "ComputeSegment",
-    "HostOverheads",
-    "StripStageTiming",
-    "TransferSimulator",
-    "in_order",
-    "merge_segments",
-    "seconds_without_weights",
-    "segment_of",
-]
-
-
-class ComputeSegment(NamedTuple):
-    """Work that needs one weight group, or none ("")."""
-
-    group: str
-    seconds: float  # of the device
-    launching: float  # seconds of the host, before that
-    waits: bool = False  # whether the host waits for its end
-    layer: str = ""  # the layer that runs, of several in the group
-    copying: float = 0.0  # seconds of the link for what its own code copies to the device then, while the host waits
-
-
-def segment_of(work: Iterable[KernelGroup], device: Accelerator, group: str = "") -> ComputeSegment:
-    """Return the kernels of `work`, one after another on `device`, as one segment; what has no rate takes no time.
-
-    Exchanges of a ring run beside attention: of n parts of it, all but the last.
-    """
-    seconds = launching = attention = ring = rings = 0.0
-    for kernels in work:
-        if kernels.kind in EXCHANGES:
-            exchange = device.exchange_seconds(kernels.kind, kernels.kernels, kernels.traffic)
-            if kernels.kind.endswith("ring"):
-                ring, rings = ring + exchange, rings + kernels.kernels
-            else:
-                seconds += exchange
-            continue
-        computing = kernel_seconds(device, kernels.kind, kernels.dtype, kernels.amounts, kernels.kernels)
-        attention += computing if kernels.kind.endswith("attention") else 0.0
-        seconds += computing
-        launching += kernels.kernels * device.launch_overhead + kernels.module_calls * device.module_overhead
-    seconds += max(ring - attention * rings / (rings + 1), 0.0)
-    return ComputeSegment(group, seconds + launching if device.is_cpu else seconds, launching)
-
-
-def seconds_without_weights(segments: Iterable[ComputeSegment], overhead: float = 0.0) -> float:
-    """Return the seconds of a call that waits for no weights; the host takes `overhead` for each use of a group.
-
-    No segment ends before the host has launched all of it, as in `TransferSimulator.run`.
-    """
-    seconds = launching = 0.0
-    for segment in segments:
-        launching += segment.launching + (overhead if segment.group else 0.0)
-        seconds = max(seconds + segment.seconds, launching) + segment.copying
-        if segment.waits:
-            launching = seconds
-    return seconds
-
-
-class StripStageTiming(NamedTuple):
-    """Work and copies of one strip stage."""
-
-    strips: int  # number of strips
-    prefetches: bool  # whether feature maps are copied while another strip computes
-    before_strips: list[ComputeSegment]  # before the first strip
-    layer_work: list[tuple[int, ComputeSegment]]  # in how many strips a segment runs, and its work in each of these
-    launching: float  # seconds of the host for copies, for each strip
-    load_seconds: float  # seconds of the link to load feature maps, for each strip
-    offload_seconds: float  # seconds of the link to offload feature maps, for each strip
-
-    @property
-    def even(self) -> bool:
-        """Whether every segment runs in every strip."""
-        return all(runs == self.strips for runs, _ in self.layer_work)
-
-    def strip(self, number: int) -> list[ComputeSegment]:
-        """Return the segments of strip `number`; the first strip (0) has all of them."""
-        return [
-            segment
-            for runs, segment in self.layer_work
-            if not number or number * runs // self.strips > (number - 1) * runs // self.strips
-        ]
-
-
-def in_order(timings: Iterable[StripStageTiming]) -> Iterator[ComputeSegment]:
-    """Yield all segments of the stages in execution order."""
-    for timing in timings:
-        yield from timing.before_strips
-        for number in range(timing.strips):
-            yield from timing.strip(number)
-
-
-def merge_segments(segments: Iterable[ComputeSegment], time_scale: float) -> list[ComputeSegment]:
-    """Merge adjacent segments of the same group and layer; arithmetic and launches take `time_scale` times as long."""
-    found = list[ComputeSegment]()
-    for segment in segments:
-        seconds, launching = segment.seconds * time_scale, segment.launching * time_scale
-        if found and (found[-1].group, found[-1].layer) == (segment.group, segment.layer) and not found[-1].waits:
-            before = found.pop()
-            seconds, launching = before.seconds + seconds, before.launching + launching
-        found.append(segment._replace(seconds=seconds, launching=launching))
-    return found
+__all__ = ["Clocks", "HostOverheads", "TransferSimulator"]
 
 
 class HostOverheads(NamedTuple):
@@ -164,6 +61,7 @@ class TransferSimulator(PrefetchPolicy[str]):
         overheads: HostOverheads = NO_OVERHEADS,
     ) -> None:
         self.now = self._link = self._began = self._host = self._fed = now
+        self._held: list[str] = []  # groups of segments that hold them
         super().__init__(PrefetchOrder(guess), set(resident))
         self._sizes, self._rate, self._launch, self._overheads = sizes, link_rate, launch, overheads
         self._ring = Ring(ring)
@@ -228,8 +126,12 @@ class TransferSimulator(PrefetchPolicy[str]):
             self.now = self._fed = self.copy_in(segment.copying)
         if segment.waits:
             self._host = self.now
-        if group:
-            self._used_up(group)
+        if group and segment.holds:
+            self._held.append(group)
+        elif group:
+            for used in dict.fromkeys((*self._held, group)):
+                self._used_up(used)
+            self._held.clear()
 
     def launch(self, seconds: float) -> None:
         """Keep the host busy for `seconds`."""
@@ -296,4 +198,4 @@ class TransferSimulator(PrefetchPolicy[str]):
             self._ring.give_back(lease, self.now)
 
     def _idle_in_ring(self) -> Iterator[str]:
-        return (group for group in self._loaded if group not in self._resident)
+        return (group for group in self._loaded if group not in self._resident and group not in self._held)

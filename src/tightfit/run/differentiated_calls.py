@@ -116,11 +116,11 @@ class DifferentiatedCalls:
     @contextlib.contextmanager
     def _gradients_unknown(self) -> Iterator[None]:
         """Copies of gradients to host memory are zeros inside: nothing depends on their values."""
-        before, self._card.on_unknown_values = self._card.on_unknown_values, lambda _: None
+        before, self._card.accepts_zeros = self._card.accepts_zeros, lambda _: True
         try:
             yield
         finally:
-            self._card.on_unknown_values = before
+            self._card.accepts_zeros = before
 
     def _asking(self, args: Any, kwargs: Any) -> Any:
         """The arguments; with `of_inputs`, the latents, its first floating-point tensor, require gradients."""

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from tightfit.apply.activations.ffn_chunking import chunk_feed_forwards
+from tightfit.apply.activations.ffn_chunking import chunk_feed_forwards, inside_feed_forwards
 from tightfit.apply.activations.gradient_checkpointing import checkpoint_blocks
 from tightfit.apply.activations.max_batch import chunk_blocks, in_chunks
 from tightfit.measure.block_replay import BlockReplay
 from tightfit.measure.call_profiler import CallProfiler
-from tightfit.measure.modules import find_role
+from tightfit.measure.modules import find_layers, find_role
 from tightfit.run.pass_replay import CallReplayer
 from tightfit.run.simulate import Inputs, SimulationRun
 from tightfit.schema.footprint import Footprint, Phase, Variant
@@ -112,12 +112,26 @@ class VariantSimulator:
         with ExitStack() as undo:
             self._vary(variant, undo)
             profiler = before.for_another_call(self._simulation.components)
+            if variant.ffn_chunk is not None:
+                profiler.chunked = self._feed_forwards
             profiler.follow(self._simulation.components, undo, self._simulation.differentiated)
             self.replay.listen(profiler)
             with contextlib.suppress(_Denoised):
                 self._simulation.run(inputs)
             denoisers = self._simulation.denoisers.keys()
             return tuple(phase for phase in profiler.phases() if denoisers & {done.component for done in phase.calls})
+
+    @functools.cached_property
+    def _feed_forwards(self) -> dict[str, dict[str, str]]:
+        """Of each denoiser, the layers inside feed-forwards, each with the path of its feed-forward."""
+        found = {}
+        for name in self._simulation.denoisers:
+            network = self._simulation.components[name]
+            paths = {id(module): path for path, module in network.named_modules()}
+            inside = {part: paths[id(module)] for part, module in inside_feed_forwards(network).items()}
+            layers = find_layers(network).items()
+            found[name] = {path: inside[id(part)] for path, parts in layers for part in parts if id(part) in inside}
+        return found
 
     def _vary(self, variant: Variant, undo: ExitStack) -> None:
         for encoder in self._encoders:

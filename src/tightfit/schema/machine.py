@@ -186,6 +186,7 @@ class LayerWork(Record):
     layer: str
     work: tuple[KernelGroup, ...]
     copied_in: Count = 0  # bytes that its own code copies from pageable host memory after it; the host waits for that
+    holds: bool = False  # whether the layer's weights remain on the device until those of the next layer go
     host_waits: bool = False  # whether the host synchronizes with the device after it
 
 

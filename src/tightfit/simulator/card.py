@@ -49,9 +49,8 @@ class SimulatedCard:
     bytes_out: int = 0
     kernel_callbacks: list[Callable[[KernelCost], None]] = field(default_factory=list)  # called during each kernel
     sync_callbacks: list[Callable[[int], None]] = field(default_factory=list)  # called by `block_host`
-    on_unknown_values: Callable[[RunError], None] | None = (
-        None  # called where values are unknown: raises, or returns to use zeros
-    )
+    # whether zeros take the place of unknown values, which the RunError is about; None: never
+    accepts_zeros: Callable[[RunError], bool] | None = None
     _streams: int = 0  # number of streams beside stream 0
     _beside: int = 0  # the stream of `run_beside`; 0: none yet
     _workspaces: dict[tuple[int, int], Block] = field(default_factory=dict)  # cuBLAS workspaces by (stream, bytes)
@@ -79,7 +78,7 @@ class SimulatedCard:
         """Call nothing any more."""
         self.kernel_callbacks.clear()
         self.sync_callbacks.clear()
-        self.on_unknown_values = None
+        self.accepts_zeros = None
 
     def new_stream(self) -> int:
         """Return the number of a new stream."""

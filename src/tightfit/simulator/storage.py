@@ -248,11 +248,14 @@ def note_fill(tensor: torch.Tensor, fill: bool | int | float, card: SimulatedCar
 
 
 def raise_unless_zeros_accepted(what: str, tensor: torch.Tensor) -> None:
-    """Raise `valueless`, unless the card's `judge` accepts zeros in place of the unknown values."""
-    error, judge = valueless(what, tensor), store_of(tensor).card.on_unknown_values
-    if judge is None:
-        raise error
-    judge(error)
+    """Raise `valueless`, unless the card's `accepts_zeros` says yes.
+
+    The error is in no variable here: it would keep this frame, and the frame it, until garbage is collected, and with
+    them all tensors of its callers.
+    """
+    accepts = store_of(tensor).card.accepts_zeros
+    if accepts is None or not accepts(valueless(what, tensor)):
+        raise valueless(what, tensor)
 
 
 def valueless(what: str, tensor: torch.Tensor) -> RunError:
