@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -209,22 +208,19 @@ def _attention(function: Any, args: Any, kwargs: Any) -> Any:
     return (out.to(named["query"].dtype),) + (None,) * (len(function._schema.returns) - 1)
 
 
-def _of_each_dtype(function: Any) -> Callable[[Any, Any], Any]:
-    """`function`, in float32 where the CPU has no kernel for these dtypes: its statistics of norms have the inputs'."""
+def _operation(function: Any, args: Any, kwargs: Any) -> Any:
+    """Any other operation; in float32 where the CPU has no kernel for a mixture of dtypes that CUDA has one for."""
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
-    def compute(args: Any, kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except RuntimeError:
-            if function._schema.is_mutable:
-                raise
-            widened = tree_map_only(torch.Tensor, wide, (args, kwargs))
-            return function(*widened[0], **widened[1])
-
-    return compute
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError:
+        if function._schema.is_mutable:
+            raise
+        args, kwargs = tree_map_only(torch.Tensor, wide, (args, kwargs))
+        return function(*args, **kwargs)
 
 
 def _computed(function: Any, args: Any, kwargs: Any, out: Any, seed: int | None) -> Any:
@@ -237,9 +233,11 @@ def _computed(function: Any, args: Any, kwargs: Any, out: Any, seed: int | None)
     ours = tree_map_only(torch.Tensor, on_cpu, (args, changed))
     ours = tree_map_only(torch.device, lambda _: torch.device("cpu"), ours)
     fused = _name(function).startswith("_scaled_dot_product_") and not _name(function).endswith(("_for_cpu", "_math"))
-    compute = functools.partial(_attention, function) if fused else _of_each_dtype(function)
     try:
-        wanted = BACKWARD_STAND_INS[function](*ours[0], **ours[1]) if function in BACKWARD_STAND_INS else compute(*ours)
+        if function in BACKWARD_STAND_INS:
+            wanted = BACKWARD_STAND_INS[function](*ours[0], **ours[1])
+        else:
+            wanted = (_attention if fused else _operation)(function, *ours)
     except (NotImplementedError, RuntimeError) as error:
         not_computed.setdefault(str(function), str(error)[:200])
         return out

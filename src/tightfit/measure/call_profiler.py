@@ -120,8 +120,9 @@ class CallProfiler:
 
         With fixed segments, what is left of earlier phases holds whole segments: then their history is replayed, too.
         """
-        exceeded = phase.peak > rounded_peak(history)  # at most the bytes allocated, and faster to compute
-        more = max(0, phase.peak - replay(history, 2**60).allocated.peak) if exceeded else 0
+        more = 0
+        if phase.peak > rounded_peak(history):  # at most the bytes allocated, and faster to compute
+            more = max(0, phase.peak - replay(history, 2**60).allocated.peak)
         if self._expandable:
             return least_capacity(history, expandable=True) + more
         return least_capacity(self._history(self._phases[0].began, end)) + more
@@ -206,7 +207,8 @@ class CallProfiler:
         denoised = any(phase.name == find_phase("", "denoiser", "forward") for phase in self._phases)
         self._answers += 1
         accepted = denoised and not self._open and self._answers <= MOST_ANSWERS
-        self._doubt = error if accepted else self._doubt
+        if accepted:
+            self._doubt = error
         return accepted
 
     def _begin(self, phase: str, opened: OpenCall) -> None:

@@ -76,7 +76,7 @@ def _power(amounts: Amounts) -> int | None:
 
 @dataclass
 class OpenLayerWork:
-    """Work of one layer, or between layers (""), and bytes copied from the host; `waits`: the host waits for it."""
+    """Work of one layer, or between layers (""); fields as in `LayerWork`, `waits` is its `host_waits`."""
 
     layer: str
     tally: KernelCounter = field(default_factory=KernelCounter)
@@ -103,9 +103,8 @@ class OpenBlockUse:
     peak: int
     turns: list[OpenLayerWork] = field(default_factory=list)
     in_backward: bool = False
-    chunked: Mapping[str, str] = field(
-        default_factory=dict
-    )  # layers of feed-forwards in chunks: each one's feed-forward
+    # the layers inside feed-forwards that take their tokens in chunks, each with the path of its feed-forward
+    chunked: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def worked(self) -> bool:

@@ -48,7 +48,9 @@ class SimulatedCard:
     bytes_in: int = 0  # bytes copied from the host
     bytes_out: int = 0
     kernel_callbacks: list[Callable[[KernelCost], None]] = field(default_factory=list)  # called during each kernel
-    sync_callbacks: list[Callable[[int], None]] = field(default_factory=list)  # called by `block_host`
+    sync_callbacks: list[Callable[[int], None]] = field(
+        default_factory=list
+    )  # called by `block_host`, with `copied_in`
     # whether zeros take the place of unknown values, which the RunError is about; None: never
     accepts_zeros: Callable[[RunError], bool] | None = None
     _streams: int = 0  # number of streams beside stream 0

@@ -250,8 +250,8 @@ def note_fill(tensor: torch.Tensor, fill: bool | int | float, card: SimulatedCar
 def raise_unless_zeros_accepted(what: str, tensor: torch.Tensor) -> None:
     """Raise `valueless`, unless the card's `accepts_zeros` says yes.
 
-    The error is in no variable here: it would keep this frame, and the frame it, until garbage is collected, and with
-    them all tensors of its callers.
+    No variable refers to the error: a frame and an error that refer to each other stay until garbage is collected, and
+    all tensors of the frame's callers with them.
     """
     accepts = store_of(tensor).card.accepts_zeros
     if accepts is None or not accepts(valueless(what, tensor)):
