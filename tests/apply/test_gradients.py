@@ -19,6 +19,7 @@ from gradient_checks import EVERY, PLANS, assert_close, denoiser_call, gradients
 from inspection import assert_same, imprint, relative_error
 from late_device import LateDevice
 from tightfit import fit
+from tightfit.apply.weights.device_pool import DeviceWeightPool
 from tightfit.devices.device import Device
 from tightfit.errors import RunError
 from tiny_pipelines import TinyCase, run
@@ -185,6 +186,29 @@ def test_a_failed_backward_pass_leaves_nothing() -> None:
     network.zero_grad()
     assert_close(gradients(network, *call[1:]), wanted)
     assert fitted.live().weights == 0
+    fitted.undo()
+
+
+@pytest.mark.parametrize("number", [1, 8, 20])
+def test_memory_that_runs_out_in_a_backward_pass(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer needs is loaded when others were evicted; what is sent ahead evicts nothing that is needed sooner."""
+    network, args, kwargs = denoiser_call("Flux")
+    wanted = gradients(network, args, kwargs)
+    allocate, fails_at, calls = DeviceWeightPool.extra, [0], [0]
+
+    def extra(pool: DeviceWeightPool, size: int) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == fails_at[0]:
+            raise torch.OutOfMemoryError("out of memory")
+        return allocate(pool, size)
+
+    monkeypatch.setattr(DeviceWeightPool, "extra", extra)
+    plan = {"placement": "stream", "granularity": "layer", "gradient_checkpointing": False}
+    fitted = fit(network, plan={"components": {"model": plan}}, device=LateDevice())
+    for fails_at[0] in (0, 0, number):
+        before, calls[0] = calls[0], 0
+        assert_close(gradients(network, args, kwargs), wanted)
+    assert calls[0] == before + 1
     fitted.undo()
 
 

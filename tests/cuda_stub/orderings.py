@@ -31,8 +31,8 @@ WAITS = {
     "wait_on_device", "wait_stream",
 }  # fmt: skip
 OTHERS = {  # of the same names, but no orderings of a card
-    "self._store_factory.settle", "_replacement.settle", "self.follow", "handle.follow", "count.sent",
-    "self._reading.cancel", "self._given.cancel", "log.follow",
+    "_replacement.settle", "self.follow", "handle.follow", "self.handle.follow", "count.sent", "self._reading.cancel",
+    "self._given.cancel", "log.follow",
 }  # fmt: skip
 COPYING = re.compile(r"devices/|apply/weights/|apply/output_replay")  # where `after` is a mark
 MARKER = "_ordering_was_left_out"

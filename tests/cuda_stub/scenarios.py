@@ -184,6 +184,35 @@ def gradients_of_blocks() -> Made:
     return _differentiated({"gradient_checkpointing": True})
 
 
+class _Unlike(_Layers):
+    """Layers of several sizes; after each backward pass of one, others use the memory that is free then."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(0)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.blocks.extend(nn.Linear(WIDTH, size * WIDTH) for size in sizes)
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.blocks[index](x).unflatten(1, (-1, WIDTH)).sum(1) + x
+            x.register_hook(lambda _: use_free_memory())
+        return x
+
+
+def gradients_of_fewer_layers() -> Made:
+    """A layer is left out while it is on its way, so that it gives way to a later one, for which there is other memory."""
+    model = _Unlike(1, 1, 1, 3, 2, 4)
+    plan = {"placement": "stream", "ring_buffer": 10 * LAYER, "resident_layers": [], "gradient_checkpointing": False}
+    fitted = _fitted(model, plan)
+    made = []
+    for model.order in ([5, 4, 1, 3, 2, 1, 0], [5, 4, 1, 2, 1, 0]):  # of the backward pass: the reverse
+        made += [_gradient(model, _x()), _gradient(model, _x())]
+    fitted.undo()
+    return made
+
+
 def _staged(chosen: dict[str, Any], faults: dict[str, int]) -> Made:
     """Through a buffer that is filled and sent by a thread, and holds a few layers; some passes are interrupted."""
     model = _Layers(8)
@@ -398,6 +427,7 @@ NETWORKS: dict[str, Callable[[], Made]] = {
         streamed_layers,
         gradients,
         gradients_of_blocks,
+        gradients_of_fewer_layers,
         not_page_locked,
         page_locks_refused,
         on_disk,
@@ -493,9 +523,54 @@ def begun_again() -> Made:
     return made
 
 
+def _cached(cache: dict[str, Any], interrupted: tuple[int, ...] = ()) -> Made:
+    """Steps of which some are skipped by what is kept in host memory, some calls left in the n-th call of the network."""
+    case = _case("Flux")
+    pipe = case.make()
+    denoiser = {"cache": cache | {"keep_on": "host"}, "placement": "stream", "weight_memory": "100KB"}
+    fitted = tightfit.fit(pipe, plan={"components": {"transformer": denoiser}}, device="cuda")
+
+    def call() -> Made:
+        """The picture, and how many bytes are allocated after each step."""
+        begin, allocated = torch.cuda.memory_allocated(), []
+
+        def note(_pipe: Any, _step: int, _timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+            allocated.append(torch.cuda.memory_allocated() - begin)
+            return given
+
+        settings = {"num_inference_steps": 6, "callback_on_step_end": note}
+        (picture,) = pipe(
+            **case.call(64) | settings | {"generator": torch.Generator().manual_seed(0)}, return_dict=False
+        )
+        return [picture, torch.tensor(allocated)]
+
+    made = call()
+    for number in interrupted:
+        with _interrupted("addmm", number):
+            call()
+        use_free_memory()
+        made += call()
+    fitted.undo()
+    gc.collect()  # what was under way
+    use_free_memory()
+    return made
+
+
+def compared_in_host_memory() -> Made:
+    """What is kept comes before it is known whether it is used."""
+    return _cached({"strategy": "first-block", "threshold": 0.3}, (100, 200))
+
+
+def predicted_from_host_memory() -> Made:
+    """Differences need what was kept."""
+    return _cached({"strategy": "taylorseer", "interval": 2, "warm_up": 2}, (100, 200))
+
+
 SCENARIOS: dict[str, Callable[[], Made]] = {
     **NETWORKS,
     "streamed, interrupted": streamed_interrupted,
     "from a folder": from_a_folder,
     "begun again": begun_again,
+    "compared in host memory": compared_in_host_memory,
+    "predicted from host memory": predicted_from_host_memory,
 }

@@ -50,9 +50,20 @@ class BackwardLoader(BackwardCache[WeightGroup]):
         self.send_ahead()
         return here
 
+    def _send_if_room(self, key: WeightGroup) -> bool:
+        try:
+            return super()._send_if_room(key)
+        except torch.OutOfMemoryError:  # what is loaded is needed sooner
+            return False
+
     def _send_now(self, key: WeightGroup) -> None:
         self._recorder.loaded_on_demand(learning=not self._order.known)
-        super()._send_now(key)
+        try:
+            super()._send_now(key)
+        except torch.OutOfMemoryError:
+            for other in list(self._idle()):
+                self._evict(other)
+            super()._send_now(key)
 
     def _idle(self) -> Iterator[WeightGroup]:
         return (group for group, here in self._loaded.items() if not here.users)
@@ -64,15 +75,9 @@ class BackwardLoader(BackwardCache[WeightGroup]):
         self._loaded.pop(key).handle.cancel()
 
     def _send(self, key: WeightGroup) -> None:
-        try:
-            region = self._allocate(key.size)
-        except torch.OutOfMemoryError:
-            for other in list(self._idle()):
-                self._evict(other)
-            region = self._allocate(key.size)
-        here = LoadedGroup(key, region)
+        here = LoadedGroup(key, self._allocate(key.size))
         with self._recorder.uncounted():
-            here.handle = key.store.send(self._stream, region, self._stream.mark())
+            here.handle = key.store.send(self._stream, here.region, self._stream.mark())
         self._recorder.moved(bytes_in=key.size)
         self._loaded[key] = here
         self._recorder.hold(self, self._bytes())

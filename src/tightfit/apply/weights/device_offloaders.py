@@ -97,7 +97,7 @@ class DeviceOffloaders:
             new |= each.placed.new()
         if share(new):
             for each in self._all.values():
-                each.settle()
+                each.finish_placing()
         return HostBytes(*map(sum, zip(*(each.placed.host_bytes() for each in self._all.values()), strict=True)))
 
     def _parts(self, name: str, module: nn.Module) -> list[tuple[nn.Module, ComponentPlan, Device]]:

@@ -139,7 +139,7 @@ class StoreFactory:
             self._aside[id(part)] = part, self._spilling().write(part)
             part.data = torch.empty(0, dtype=part.dtype)
 
-    def settle(self, module: nn.Module) -> None:
+    def finish(self, module: nn.Module) -> None:
         """Finish writing `module`'s weights; read back those that are in no store, because they are small."""
         if self._aside:
             with DiskReader() as reader:

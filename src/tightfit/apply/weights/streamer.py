@@ -118,9 +118,9 @@ class Streamer(PrefetchPolicy[WeightGroup]):
 
     def without(self, modules: Iterable[nn.Module], then: Iterable[nn.Module] = ()) -> int:
         """Expect nothing in `modules` any more in this call, nor `then` in the next; return bytes loaded in vain."""
-        left, after = (groups_inside(self._groups, each) if each else None for each in map(tuple, (modules, then)))
-        changes = self._complete and (left is not None or after is not None or self._usual is not None)
-        return sum(group.size for group in self.leave_out(left, after)) if changes else 0
+        left, later = (groups_inside(self._groups, each) if each else None for each in map(tuple, (modules, then)))
+        changes = self._complete and (left is not None or later is not None or self._usual is not None)
+        return sum(group.size for group in self.leave_out(left, later)) if changes else 0
 
     def enter(self, gate: nn.Module) -> None:
         """Begin a forward pass of `gate`: its groups are in use until `leave`, or none is if this raises."""

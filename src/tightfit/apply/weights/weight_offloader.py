@@ -41,7 +41,7 @@ class WeightOffloader:
     """
 
     def __init__(self, device: Device, recorder: Recorder, file_weights: FileBackedWeights, *, shares: bool) -> None:
-        """With `shares`, weights in host memory may be shared with other processes, until `settle`."""
+        """With `shares`, weights in host memory may be shared with other processes, until `finish_placing`."""
         self._device, self._file_weights = device, file_weights
         self._store_factory = StoreFactory(device, file_weights)
         self._elsewhere: set[str] = set()  # components whose weights were not in host memory before
@@ -111,7 +111,7 @@ class WeightOffloader:
         unused = {method: parts for (whose, method), parts in self._unused.items() if whose == name}
         stores, weight_of = self._store_factory.stores(plan, undo), self._file_weights.weight_of
         groups = weight_groups_of(network, component, plan.granularity or "layer", stores, weight_of, inside, unused)
-        self._store_factory.settle(module)
+        self._store_factory.finish(module)
         undo.callback(_release, groups)
         self.placed.add(name, groups, undo, pinned=bool(plan.pinned))
         resident = {group.name for group in groups} if plan.placement == "offload" else plan.resident_layers or ()
@@ -142,7 +142,7 @@ class WeightOffloader:
         goes_on = self._file_weights.keep_in_files and name not in self._elsewhere
         self._streamers[name].give_back(self._file_weights if goes_on else None)
 
-    def settle(self) -> None:
+    def finish_placing(self) -> None:
         """Finish placing weights that may have been shared with other processes: nothing is on the device."""
         for streamer in self._streamers.values():
             streamer.set_aside()
