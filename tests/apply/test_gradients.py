@@ -191,7 +191,7 @@ def test_a_failed_backward_pass_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("number", [1, 8, 20])
 def test_memory_that_runs_out_in_a_backward_pass(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a layer needs is loaded when others were evicted; what is sent ahead evicts nothing that is needed sooner."""
+    """A layer gets memory by evicting others; what is sent ahead evicts nothing that is needed sooner."""
     network, args, kwargs = denoiser_call("Flux")
     wanted = gradients(network, args, kwargs)
     allocate, fails_at, calls = DeviceWeightPool.extra, [0], [0]

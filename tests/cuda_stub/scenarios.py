@@ -202,7 +202,7 @@ class _Unlike(_Layers):
 
 
 def gradients_of_fewer_layers() -> Made:
-    """A layer is left out while it is on its way, so that it gives way to a later one, for which there is other memory."""
+    """A layer is left out while it is on its way, and gives way to a later one, which gets other memory."""
     model = _Unlike(1, 1, 1, 3, 2, 4)
     plan = {"placement": "stream", "ring_buffer": 10 * LAYER, "resident_layers": [], "gradient_checkpointing": False}
     fitted = _fitted(model, plan)
@@ -524,7 +524,7 @@ def begun_again() -> Made:
 
 
 def _cached(cache: dict[str, Any], interrupted: tuple[int, ...] = ()) -> Made:
-    """Steps of which some are skipped by what is kept in host memory, some calls left in the n-th call of the network."""
+    """Steps are skipped by what is kept in host memory; some calls end at the n-th product of the network."""
     case = _case("Flux")
     pipe = case.make()
     denoiser = {"cache": cache | {"keep_on": "host"}, "placement": "stream", "weight_memory": "100KB"}
