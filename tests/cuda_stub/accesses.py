@@ -2,19 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
-__all__ = ["fills_its_bytes", "on_cpu", "report_accesses"]
+__all__ = ["changed_within", "current_stream", "fills_its_bytes", "on_card", "on_cpu", "report_accesses", "tensors_in"]
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 MOST_RUNS = 512  # a tensor in more pieces than these is not reported
 
 _library = ctypes.CDLL(None)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Those in lists, tuples and dictionaries; pytree's own takes most of the time of a test of small networks."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_in(each)
+
+
+def changed_within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value` with other tensors in its lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        return type(value)([changed_within(change, each) for each in value])
+    if isinstance(value, dict):
+        return {key: changed_within(change, each) for key, each in value.items()}
+    return value
+
+
+def current_stream(card: torch.device | None = None) -> ctypes.c_void_p:
+    """The current stream of `card` (or of the current one), as the stub's functions know it."""
+    return ctypes.c_void_p(torch.cuda.current_stream(card).cuda_stream)
+
+
+@contextlib.contextmanager
+def on_card(card: torch.device | None) -> Iterator[None]:
+    """With `card` as the current one: a default stream is told by which card is current."""
+    if card is None or card.index == torch.cuda.current_device():
+        yield
+    else:
+        with torch.cuda.device(card):
+            yield
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,6 +79,8 @@ def _runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """Address and bytes of each stretch of memory that it lies in; none where these are very many."""
     if not tensor.numel():
         return []
+    if tensor.is_contiguous():
+        return [(tensor.data_ptr(), tensor.nbytes)]
     dims = sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and s)
     length, outer = 1, []
     for stride, n in dims:
@@ -55,27 +96,30 @@ def _runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
     return [(tensor.data_ptr() + start * tensor.itemsize, length * tensor.itemsize) for start in starts]
 
 
+@functools.cache
+def _written(function: Any) -> tuple[dict[str, bool], bytes]:
+    """Of each argument of an operation, by its name: whether it is written; and the operation's name."""
+    arguments = function._schema.arguments
+    written = {each.name: each.alias_info is not None and each.alias_info.is_write for each in arguments}
+    return written, function._schema.name.encode()
+
+
 def report_accesses(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """Tells the stub which bytes an operation reads and writes, on the current stream of the card it is done on."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
-    arguments = function._schema.arguments
-    named = {argument.name: argument for argument in arguments}
-    given = list(zip(arguments, args, strict=False)) + [(named[k], v) for k, v in kwargs.items() if k in named]
-    for argument, value in given:
-        into = writes if argument.alias_info is not None and argument.alias_info.is_write else reads
-        tree_map_only(torch.Tensor, into.append, value)
+    written, operation = _written(function)
+    named = [(written[name], value) for name, value in kwargs.items() if name in written]
+    for is_written, value in [*zip(written.values(), args, strict=False), *named]:
+        (writes if is_written else reads).extend(tensors_in(value))
     known = {tensor.data_ptr() for tensor in reads + writes if type(tensor) in PLAIN}
-    made: list[torch.Tensor] = []
-    tree_map_only(torch.Tensor, made.append, out)
-    writes += [tensor for tensor in made if type(tensor) is torch.Tensor and tensor.data_ptr() not in known]
+    writes += [tensor for tensor in tensors_in(out) if type(tensor) is torch.Tensor and tensor.data_ptr() not in known]
     card = next((tensor.device for tensor in writes + reads if tensor.device.type == "cuda"), None)
-    name = function._schema.name.encode()
-    with torch.cuda.device(card):  # a default stream is told by which card is current
-        stream = torch.cuda.current_stream(card).cuda_stream
+    with on_card(card):
+        stream, host = current_stream(card), ctypes.c_void_p(-1)
         for tensors, write in ((reads, 0), (writes, 1)):
             for tensor in tensors:
                 if type(tensor) in PLAIN and tensor.device.type in ("cuda", "cpu") and tensor.layout is torch.strided:
-                    where = ctypes.c_void_p(stream if tensor.device.type == "cuda" else -1)
+                    where = stream if tensor.device.type == "cuda" else host
                     for address, size in _runs(tensor):
-                        _library.stub_touch(where, ctypes.c_void_p(address), ctypes.c_size_t(size), write, name)
+                        _library.stub_touch(where, ctypes.c_void_p(address), ctypes.c_size_t(size), write, operation)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -17,9 +18,17 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
-from cuda_stub.accesses import PLAIN, fills_its_bytes, on_cpu, report_accesses
+from cuda_stub.accesses import (
+    PLAIN,
+    changed_within,
+    current_stream,
+    fills_its_bytes,
+    on_card,
+    on_cpu,
+    report_accesses,
+    tensors_in,
+)
 from tightfit.simulator.fused_backward import BACKWARD_STAND_INS
 
 __all__ = ["Compute", "computing", "not_computed"]
@@ -99,22 +108,22 @@ class Compute(TorchDispatchMode):
 
 
 def _on_cards(*values: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    tree_map_only(torch.Tensor, found.append, values)
-    return [tensor for tensor in found if tensor.device.type == "cuda"]
+    return [tensor for tensor in tensors_in(values) if tensor.device.type == "cuda"]
 
 
 def catch_up(tensors: Any = ()) -> None:
     """Copies that the current stream (of each card that has some of `tensors`) has waited for are done now."""
-    for index in {t.device.index for t in tensors} or {None}:
-        with torch.cuda.device(index):  # the default stream of a card is told by which card is current
-            _library.stub_upto(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+    for card in {t.device for t in tensors} or {None}:
+        with on_card(card):
+            _library.stub_upto(current_stream(card))
 
 
+@functools.cache
 def _name(function: Any) -> str:
     return str(function._schema.name.partition("::")[2])
 
 
+@functools.cache
 def _takes_generator(function: Any) -> bool:
     return "generator" in {argument.name for argument in function._schema.arguments}
 
@@ -133,9 +142,9 @@ def _seed(function: Any, kwargs: dict[str, Any]) -> int | None:
 def _of_unknown_size(function: Any, args: Any, kwargs: Any) -> Any:
     """What only the numbers tell the size of: the card itself would have to be asked."""
     catch_up()
-    ours = tree_map_only(torch.Tensor, on_cpu, (args, kwargs))
+    ours = changed_within(on_cpu, (args, kwargs))
     store = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
-    return tree_map_only(torch.Tensor, lambda t: t.to(store), function(*ours[0], **ours[1]))
+    return changed_within(lambda t: t.to(store), function(*ours[0], **ours[1]))
 
 
 def _positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -155,10 +164,15 @@ def _ends(function: Any, args: Any, out: Any) -> list[torch.Tensor]:
     return [t for t in (args[:2] if _name(function) == "copy_" else (out, args[0])) if isinstance(t, torch.Tensor)]
 
 
+@functools.cache
+def _returns_views(function: Any) -> bool:
+    views = [r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns]
+    return bool(views) and all(views)
+
+
 def _is_view(function: Any, args: Any, out: Any, tensors: list[torch.Tensor]) -> bool:
     """Whether nothing is computed; in inference mode "reshape" and "contiguous" may copy."""
-    views = [r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns]
-    if not views or not all(views):
+    if not _returns_views(function):
         return False
     if any(type(t) not in PLAIN for t in tensors):
         return True
@@ -219,7 +233,7 @@ def _operation(function: Any, args: Any, kwargs: Any) -> Any:
     except RuntimeError:
         if function._schema.is_mutable:
             raise
-        args, kwargs = tree_map_only(torch.Tensor, wide, (args, kwargs))
+        args, kwargs = changed_within(wide, (args, kwargs))
         return function(*args, **kwargs)
 
 
@@ -230,8 +244,7 @@ def _computed(function: Any, args: Any, kwargs: Any, out: Any, seed: int | None)
         changed["device"] = torch.device("cpu")
     if seed is not None and _takes_generator(function):
         changed["generator"] = torch.Generator().manual_seed(seed)
-    ours = tree_map_only(torch.Tensor, on_cpu, (args, changed))
-    ours = tree_map_only(torch.device, lambda _: torch.device("cpu"), ours)
+    ours = changed_within(on_cpu, (args, changed))
     fused = _name(function).startswith("_scaled_dot_product_") and not _name(function).endswith(("_for_cpu", "_math"))
     try:
         if function in BACKWARD_STAND_INS:

@@ -524,7 +524,7 @@ def begun_again() -> Made:
 
 
 def _cached(cache: dict[str, Any], interrupted: tuple[int, ...] = ()) -> Made:
-    """Steps are skipped by what is kept in host memory; some calls end at the n-th product of the network."""
+    """Steps are skipped by what is kept in host memory; some calls end at their n-th product."""
     case = _case("Flux")
     pipe = case.make()
     denoiser = {"cache": cache | {"keep_on": "host"}, "placement": "stream", "weight_memory": "100KB"}
