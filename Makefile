@@ -20,7 +20,7 @@ endif
 CUDA_VENV  := .venv-cuda$(if $(filter-out 2.12.1,$(TORCH)),-$(TORCH))
 STUB       := tests/cuda_stub
 VERSIONS ?= 2.11.0 2.15.0
-VERSION_TESTS := tests/simulator tests/devices tests/run/test_any_call.py $(addprefix tests/apply/test_,attention_seam.py \
+VERSION_TESTS := tests/simulator tests/devices tests/run/test_any_call.py $(addprefix tests/apply/test_,attention_dispatch.py \
 	chunked_attention.py compiled.py int8.py page_locking.py tracing.py weight_kinds.py weights.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 

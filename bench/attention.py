@@ -43,7 +43,7 @@ def rivals(parts: list[torch.Tensor], mask: torch.Tensor | None) -> dict[str, At
     return {
         "math": lambda: math(parts, mask),
         "torch's choice": lambda: F.scaled_dot_product_attention(*parts, attn_mask=mask),
-        "chunked": lambda: chunked_attention(*parts, mask, block=score_chunk_bytes("cpu")),
+        "chunked": lambda: chunked_attention(*parts, mask, chunk_bytes=score_chunk_bytes("cpu")),
     }
 
 
@@ -72,7 +72,7 @@ def blocks(tokens: int) -> dict[str, float]:
     parts, _ = inputs(tokens, masked=False)
 
     def chunked(size: int) -> Attend:
-        return lambda: chunked_attention(*parts, block=size * MIB)
+        return lambda: chunked_attention(*parts, chunk_bytes=size * MIB)
 
     times = side_by_side(
         {"math": lambda: math(parts, None), **{f"{size} MiB": chunked(size) for size in BLOCKS}}, ROUNDS

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from measuring import write
+from tightfit.apply.weights.host_store import HostStore
 from tightfit.apply.weights.streamer import Streamer
 from tightfit.apply.weights.weight_groups import WeightGroup, weight_groups_of
-from tightfit.apply.weights.weight_store import HostStore
 from tightfit.catalog.known import known_model
 from tightfit.devices.choose import choose_device
 from tightfit.devices.copy_stream import CopyHandle, CopyStream

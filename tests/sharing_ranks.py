@@ -112,14 +112,14 @@ def settled_bytes() -> int:
 
 def shared_components(fitted: Any) -> list[str]:
     """The components whose weight groups are all in shared memory."""
-    from tightfit.apply.weights.shared_store import SharedStore
+    from tightfit.apply.weights.shared_host_store import SharedHostStore
 
     placed = [manager.placed._groups for manager in fitted.session._places._all.values()]
     return sorted(
         name
         for groups in placed
         for name, its in groups.items()
-        if all(isinstance(group.store, SharedStore) for group in its)
+        if all(isinstance(group.store, SharedHostStore) for group in its)
     )
 
 

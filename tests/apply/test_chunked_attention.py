@@ -60,7 +60,7 @@ def test_as_plain_products_whatever_the_block(shapes: tuple[tuple[int, ...], ...
         scale = 0.3 if causal else None
         wanted = plain(query, key, value, added, 0.0, causal, scale=scale)
         for block in BLOCKS:
-            result = chunked_attention(query, key, value, mask, 0.0, causal, scale, block=block)
+            result = chunked_attention(query, key, value, mask, 0.0, causal, scale, chunk_bytes=block)
             assert result.shape == wanted.shape
             assert_rounding(result, wanted)
 
@@ -72,24 +72,24 @@ def test_heads_that_are_shared(causal: bool, value_heads: int) -> None:
     alone = (key.repeat_interleave(3, 1), value.repeat_interleave(6 // value_heads, 1))
     wanted = plain(query, *alone, is_causal=causal)
     for block in BLOCKS:
-        assert_rounding(chunked_attention(query, key, value, None, 0.0, causal, None, True, block=block), wanted)
+        assert_rounding(chunked_attention(query, key, value, None, 0.0, causal, None, True, chunk_bytes=block), wanted)
 
 
 def test_inputs_that_lie_in_memory_as_networks_have_them() -> None:
     query, key, value = (part.transpose(1, 2) for part in drawn((2, 37, 3, 8), (2, 29, 3, 8), (2, 29, 3, 8)))
     before = [part.clone() for part in (query, key, value)]
-    assert_rounding(chunked_attention(query, key.mT.contiguous().mT, value, block=1000), plain(query, key, value))
+    assert_rounding(chunked_attention(query, key.mT.contiguous().mT, value, chunk_bytes=1000), plain(query, key, value))
     assert all(torch.equal(part, then) for part, then in zip((query, key, value), before, strict=True))
 
 
 def test_a_block_is_at_least_one_row() -> None:
     parts = drawn(*SHAPES["usual"])
-    assert_rounding(chunked_attention(*parts, block=1), plain(*parts))
+    assert_rounding(chunked_attention(*parts, chunk_bytes=1), plain(*parts))
 
 
 def test_float64_stays_float64() -> None:
     parts = drawn(*SHAPES["usual"], dtype=torch.float64)
-    torch.testing.assert_close(chunked_attention(*parts, block=1200), plain(*parts), rtol=0, atol=1e-15)
+    torch.testing.assert_close(chunked_attention(*parts, chunk_bytes=1200), plain(*parts), rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -97,7 +97,7 @@ def test_no_less_exact_than_plain_products(dtype: torch.dtype) -> None:
     """Their errors differ from draw to draw, by some per cent in either direction."""
     parts = drawn((8, 2, 200, 64), (8, 2, 300, 64), (8, 2, 300, 64), dtype=dtype)
     exact = plain(*(part.double() for part in parts))
-    result = chunked_attention(*parts, block=50_000)
+    result = chunked_attention(*parts, chunk_bytes=50_000)
     assert result.dtype == dtype
     errors = [float((value.double() - exact).square().mean().sqrt()) for value in (result, plain(*parts))]
     assert errors[0] <= 1.02 * errors[1], errors
@@ -113,14 +113,19 @@ def test_rows_that_see_nothing_are_zeros_as_in_torch_and_nan_stays() -> None:
         assert not wanted[0, :, 2].any()
         assert wanted[0, 0, 5].isnan().all()
         for block in BLOCKS:
-            result = chunked_attention(query, key, value, mask, block=block)
+            result = chunked_attention(query, key, value, mask, chunk_bytes=block)
             torch.testing.assert_close(result, wanted, rtol=0, atol=8 * EPSILON, equal_nan=True)
 
 
 def test_nothing_to_attend_to() -> None:
     query, key, value = drawn((1, 2, 3, 8), (1, 2, 0, 8), (1, 2, 0, 8))
-    assert torch.equal(chunked_attention(query, key, value, block=1000), plain(query, key, value))
-    assert chunked_attention(query[:, :, :0], *drawn((1, 2, 4, 8), (1, 2, 4, 8)), block=1000).shape == (1, 2, 0, 8)
+    assert torch.equal(chunked_attention(query, key, value, chunk_bytes=1000), plain(query, key, value))
+    assert chunked_attention(query[:, :, :0], *drawn((1, 2, 4, 8), (1, 2, 4, 8)), chunk_bytes=1000).shape == (
+        1,
+        2,
+        0,
+        8,
+    )
 
 
 def peak_of(tokens: int, mask: torch.Tensor | None, dtype: torch.dtype, block: int, causal: bool) -> int:
@@ -134,7 +139,7 @@ def peak_of(tokens: int, mask: torch.Tensor | None, dtype: torch.dtype, block: i
         most = max(most, now)
 
     with TensorMeter(count):
-        result = chunked_attention(query, key, value, mask, 0.0, causal, block=block)
+        result = chunked_attention(query, key, value, mask, 0.0, causal, chunk_bytes=block)
     return most - result.nbytes
 
 
@@ -155,15 +160,15 @@ def test_the_peak_does_not_grow_with_the_square_of_the_length(kind: str) -> None
 def test_what_is_for_training_is_refused() -> None:
     query, key, value = drawn((1, 2, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8))
     with pytest.raises(InputError, match=r"dropout_p=0, not 0\.1") as told:
-        chunked_attention(query, key, value, None, 0.1, block=1000)
+        chunked_attention(query, key, value, None, 0.1, chunk_bytes=1000)
     assert told.value.facts == {"dropout": 0.1}
     with pytest.raises(InputError, match=r"\(1, 2, 3, 8\) has no gradients"):
-        chunked_attention(query.requires_grad_(), key, value, block=1000)
+        chunked_attention(query.requires_grad_(), key, value, chunk_bytes=1000)
     with torch.no_grad():
-        chunked_attention(query, key, value, block=1000)
+        chunked_attention(query, key, value, chunk_bytes=1000)
 
 
 def test_masks_that_do_not_fit_are_refused_as_by_torch() -> None:
     query, key, value = drawn((1, 2, 3, 8), (1, 2, 4, 8), (1, 2, 4, 8))
     with pytest.raises(RuntimeError, match="expand"):
-        chunked_attention(query, key, value, torch.zeros(3, 5), block=1000)
+        chunked_attention(query, key, value, torch.zeros(3, 5), chunk_bytes=1000)

@@ -14,9 +14,9 @@ from torch import nn
 
 from inspection import assert_same, imprint, relative_error
 from tightfit import PlanError, apply_plan, fit
+from tightfit.apply.weights.file_backed_weights import FileBackedWeights
 from tightfit.apply.weights.quantize import store_weights
 from tightfit.apply.weights.quantized_tensor import storable
-from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.apply.weights.weight_store import plain_parts
 from tightfit.measure.modules import find_components, find_layers, find_role, inspect_component, weight_bytes
 from tightfit.plan.layer_selection import AHEAD, resolve_streaming

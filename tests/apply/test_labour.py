@@ -19,7 +19,7 @@ from tightfit.plan.component_cost import ComponentCost
 from tightfit.plan.cost_model import CostModel, strip_seconds_without_weights
 from tightfit.plan.layer_selection import weight_group_sizes
 from tightfit.run.strip_profiles import StripOptionProfiler
-from tightfit.schema.footprint import STRIP_LIMITS, BlockUse, ComponentCall, StripProfile
+from tightfit.schema.footprint import STRIP_OPTIONS, BlockUse, ComponentCall, StripProfile
 from tightfit.schema.machine import KernelGroup
 from tightfit.schema.plan import ComponentPlan
 from tightfit.simulator.backend import use_cards
@@ -51,7 +51,7 @@ def ways_of(name: str) -> tuple[TinyAutoencoder, Any, torch.Tensor, list[StripPr
     rows = case.only_rows or max(ROWS // case.granule * case.granule, case.least_rows)
     latents = case.latents(rows, 1)
     survey = StripOptionProfiler(model, "decode", (latents,), case.decode_kwargs(1))
-    ways = [survey.profile(WHOLE // share, maps, 0, 0) for share, maps in STRIP_LIMITS.values()]
+    ways = [survey.profile(WHOLE // share, maps, 0, 0) for share, maps in STRIP_OPTIONS.values()]
     return case, model, latents, [way for way in ways if way is not None]
 
 

@@ -13,7 +13,8 @@ import torch
 from inspection import assert_same, imprint
 from tightfit.apply.fitting import Fitted
 from tightfit.apply.weights import stores
-from tightfit.apply.weights.weight_store import HostStore, WeightStore
+from tightfit.apply.weights.host_store import HostStore
+from tightfit.apply.weights.weight_store import WeightStore
 from tightfit.devices.copy_stream import CopyHandle, CopyStream
 from tightfit.devices.device import CpuDevice, Device, LoopbackDevice
 from tightfit.measure.modules import find_components

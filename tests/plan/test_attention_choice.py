@@ -163,7 +163,7 @@ def test_the_choice_for_a_card_and_why(change: dict[str, Any], name: str, becaus
 def test_where_a_cpu_would_make_the_whole_matrix(change: dict[str, Any], because: str) -> None:
     call = CPU._replace(**change)
     assert choose(call) == ("chunked", f"no fused kernel of torch's takes {because}, and all scores would be 4 GiB")
-    assert choose(call, block=2**32).name == "torch"
+    assert choose(call, chunk_bytes=2**32).name == "torch"
     assert choose(CPU).name == "torch"
 
 

@@ -21,7 +21,7 @@ from tightfit.run.calibration import CalibrationStore, PlanningInputs
 from tightfit.run.footprints import Measurer
 from tightfit.run.limits import Limits
 from tightfit.run.strip_profiles import AutoencoderStripProfiles
-from tightfit.schema.footprint import OPTIONAL_PARTS, STRIP_LIMITS, Phase, Variant
+from tightfit.schema.footprint import OPTIONAL_PARTS, STRIP_OPTIONS, Phase, Variant
 from tiny_pipelines import CASES, run
 
 MIB = 2**20
@@ -95,7 +95,7 @@ def bare(whole: Footprint) -> Footprint:
 
 def with_parts(whole: Footprint, parts: Sequence[str]) -> Footprint:
     """`whole` without what was measured beside the usual way, but for these `parts` of it."""
-    some = [STRIP_LIMITS[part] for part in parts if part in STRIP_LIMITS]
+    some = [STRIP_OPTIONS[part] for part in parts if part in STRIP_OPTIONS]
 
     def kept(phase: Phase) -> Phase:
         sizes = {(phase.strip_limit(divisor), maps) for divisor, maps in some}
@@ -223,6 +223,8 @@ def test_strips_of_a_picture_are_measured_together(done: list[str], monkeypatch:
     monkeypatch.setattr("tightfit.run.strip_profiles.QUICK", 1000)
     measurer = Measurer(SDXL.make(4))
     monkeypatch.setattr(measurer, "_own", "")
-    known = measurer.measure(REQUEST, None, lambda known: [part for part in known.not_measured if part in STRIP_LIMITS])
+    known = measurer.measure(
+        REQUEST, None, lambda known: [part for part in known.not_measured if part in STRIP_OPTIONS]
+    )
     assert (known.not_measured, len(done)) == (("variants",), 1)
-    assert any(len(phase.strip_options) == len(STRIP_LIMITS) for phase in known.phases)
+    assert any(len(phase.strip_options) == len(STRIP_OPTIONS) for phase in known.phases)

@@ -15,9 +15,9 @@ from a_few import a_few
 from more_pipelines import MORE_CASES
 from simulator.conftest import MakeCards
 from tightfit import fit
+from tightfit.apply.weights.host_store import HostStore
 from tightfit.apply.weights.streamer import Streamer
 from tightfit.apply.weights.weight_groups import weight_groups_of
-from tightfit.apply.weights.weight_store import HostStore
 from tightfit.devices.simulated import SimulatedDevice
 from tightfit.measure.modules import find_components, inspect_component
 from tightfit.measure.recorder import Recorder

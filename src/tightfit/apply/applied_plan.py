@@ -12,7 +12,7 @@ from torch import nn
 
 from tightfit.apply.session import Session
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
-from tightfit.apply.weights.stores import FileBackedWeights
+from tightfit.apply.weights.file_backed_weights import FileBackedWeights
 
 __all__ = ["AppliedPlan", "collect_old_plans", "fill_and_close"]
 

@@ -32,8 +32,8 @@ from tightfit.apply.replaced_offloading import put_back, replaced, replaced_name
 from tightfit.apply.scheduler_tensors import bring_back
 from tightfit.apply.session import Session
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
+from tightfit.apply.weights.file_backed_weights import FileBackedWeights
 from tightfit.apply.weights.quantize import check_kinds, check_storage
-from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.devices.choose import choose_device
 from tightfit.devices.device import Device
 from tightfit.errors import RunError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.apply.weights.stores import FileBackedWeights
+from tightfit.apply.weights.file_backed_weights import FileBackedWeights
 from tightfit.apply.weights.weight_store import FileTensor
 from tightfit.checkpoint.configurations import check_configuration, check_configurations, class_of, making
 from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, network_folder

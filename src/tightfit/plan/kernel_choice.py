@@ -55,33 +55,33 @@ def score_chunk_bytes(device: str) -> int:
 
 
 def choose(
-    call: AttentionCall, wanted: str = "auto", installed: Container[str] = (), block: int | None = None
+    call: AttentionCall, wanted: str = "auto", installed: Container[str] = (), chunk_bytes: int | None = None
 ) -> AttentionChoice:
     """Return the backend for `call`, and the reason as a sentence.
 
     `wanted` is "auto" or a name; if the named backend does not support the call, the choice is that of "auto".
-    `installed` contains the backends of packages that can be imported. Up to `block` bytes of scores (default:
+    `installed` contains the backends of packages that can be imported. Up to `chunk_bytes` of scores (default:
     `score_chunk_bytes`) may be computed at once.
     """
     if wanted == "torch":
         return AttentionChoice("torch", "torch chooses for itself, as was asked for")
     if wanted == "auto":
-        return _choose_freely(call, installed, block or score_chunk_bytes(call.device))
+        return _choose_freely(call, installed, chunk_bytes or score_chunk_bytes(call.device))
     refused = _unsupported(wanted, call, installed)
     if refused is None:
         return AttentionChoice(wanted, f"{BACKENDS[wanted].title} was asked for")
-    name, because = _choose_freely(call, installed, block or score_chunk_bytes(call.device))
+    name, because = _choose_freely(call, installed, chunk_bytes or score_chunk_bytes(call.device))
     return AttentionChoice(name, f"{BACKENDS[wanted].title} does not take {refused}; {because}")
 
 
-def _choose_freely(call: AttentionCall, installed: Container[str], block: int) -> AttentionChoice:
+def _choose_freely(call: AttentionCall, installed: Container[str], chunk_bytes: int) -> AttentionChoice:
     if call.device not in ("cpu", "cuda"):
         return AttentionChoice("torch", f"nothing is known here of the kernels for {call.device}, so torch chooses")
     kernel, refused = torch_kernel(call)
     if kernel != "math":
         return AttentionChoice("torch", f"{BACKENDS[kernel].title} takes it, by torch's own choice")
     size = format_bytes(call.score_bytes)
-    if call.score_bytes <= block:
+    if call.score_bytes <= chunk_bytes:
         return AttentionChoice("torch", f"no fused kernel takes {refused}, but all scores are only {size}")
     if (also := unsupported("chunked", call)) is not None:
         return AttentionChoice("torch", f"only torch takes {also}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tightfit.plan.device_search import DeviceSearch
-from tightfit.schema.footprint import STRIP_LIMITS, FeatureMaps, Footprint, Phase
+from tightfit.schema.footprint import STRIP_OPTIONS, FeatureMaps, Footprint, Phase
 
 __all__ = ["GAIN", "missing_parts"]
 
@@ -26,11 +26,11 @@ def missing_parts(
     afterwards fewer of the others may be missing. `search` returns the search over all options of a footprint.
     """
     current = search(footprint)
-    variants = [part for part in footprint.not_measured if part not in STRIP_LIMITS]
+    variants = [part for part in footprint.not_measured if part not in STRIP_OPTIONS]
     strips = [
         part
         for part in footprint.not_measured
-        if part in STRIP_LIMITS and (STRIP_LIMITS[part][1] == "device" or not current.device.is_cpu)
+        if part in STRIP_OPTIONS and (STRIP_OPTIONS[part][1] == "device" or not current.device.is_cpu)
     ]
     everything = search(_best_case(footprint, [*variants, *strips]))
     fastest = everything.best(size, ram)
@@ -58,7 +58,7 @@ def missing_parts(
 def _best_case(footprint: Footprint, parts: Sequence[str], *, likely: bool = False) -> Footprint:
     """Return `footprint` with these unmeasured `parts` as good as they can be, or as they are `likely` to be."""
     roles, denoising = {each.name: each.role for each in footprint.components}, set(footprint.denoiser_phases)
-    strips = [STRIP_LIMITS[part] for part in parts if part in STRIP_LIMITS]
+    strips = [STRIP_OPTIONS[part] for part in parts if part in STRIP_OPTIONS]
 
     def changed(place: int, phase: Phase) -> Phase:
         if place in denoising:

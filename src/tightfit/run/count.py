@@ -25,8 +25,8 @@ __all__ = ["PLANNED_NOTE", "capacity_of", "counted", "main_dtype", "needs_store_
 
 NOTE = "weights are read from the disk: this is computed from the footprint, not simulated, and without bytes moved"
 PLANNED_NOTE = (
-    "computed from the call's footprint: peaks are upper bounds; --timeline FILE simulates the call, and counts the "
-    "bytes copied to the card"
+    "peaks are upper bounds, computed without simulating the call; --timeline FILE simulates it, and counts the bytes "
+    "copied to the card"
 )
 
 

@@ -34,7 +34,7 @@ from tightfit.run.simulate import SimulationRun
 from tightfit.run.strip_profiles import AutoencoderStripProfiles
 from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.run.variants import VariantSimulator, measure_variants
-from tightfit.schema.footprint import OPTIONAL_PARTS, STRIP_LIMITS, Footprint
+from tightfit.schema.footprint import OPTIONAL_PARTS, STRIP_OPTIONS, Footprint
 from tightfit.schema.request import Request
 from tightfit.schema.step_cache import StepCache
 
@@ -42,7 +42,7 @@ __all__ = ["Measurer", "measure_footprint"]
 
 PLAYING, BUILDING = 1.0, 0.3  # relative time of a simulated call, and of the part that builds its pipeline, …
 # … and of the other measurements: rough, for the time left
-SIZES = {"variants": 2.2} | dict.fromkeys(STRIP_LIMITS, 0.3)
+SIZES = {"variants": 2.2} | dict.fromkeys(STRIP_OPTIONS, 0.3)
 
 
 def measure_footprint(
@@ -258,7 +258,7 @@ def _measure_call(
             work.expect(sum(SIZES[part] for part in wanted if part not in expected))
             expected.update(wanted)
             before = footprint.not_measured
-            if (part := wanted[0]) in STRIP_LIMITS:
+            if (part := wanted[0]) in STRIP_OPTIONS:
                 footprint = strip_profiles.with_strips(footprint, part)
             else:
                 variants = measure_variants(footprint, lambda each: simulator.phases(each, inputs, profiler))

@@ -18,7 +18,7 @@ from tightfit.run.collecting_rarely import collecting_rarely
 from tightfit.run.simulate import Inputs, SimulationRun
 from tightfit.run.strip_profiles import AutoencoderStripProfiles
 from tightfit.run.unlimited_cards import unlimited_card
-from tightfit.schema.footprint import STRIP_LIMITS, Footprint
+from tightfit.schema.footprint import STRIP_OPTIONS, Footprint
 from tightfit.schema.request import Request
 
 __all__ = ["measure_rank"]
@@ -52,7 +52,7 @@ def measure_rank(
             measured = {"request": simulation.request, "phases": profiler.phases()}
         if parallel.shares_autoencoders:
             return found.model_copy(update=measured)
-        footprint = found.model_copy(update=measured | {"not_measured": tuple(STRIP_LIMITS)})
+        footprint = found.model_copy(update=measured | {"not_measured": tuple(STRIP_OPTIONS)})
         while wanted := missing(footprint):
             footprint = strips.with_strips(footprint, wanted[0])
         return footprint

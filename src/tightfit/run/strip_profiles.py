@@ -20,7 +20,7 @@ from tightfit.apply.activations.strips.executor import StripConfig as Strips
 from tightfit.apply.activations.strips.export_graph import UnsupportedGraph
 from tightfit.apply.activations.strips.op_costs import OpCostCache
 from tightfit.measure.modules import find_layers, find_role
-from tightfit.schema.footprint import STRIP_LIMITS, FeatureMaps, Footprint, Phase, StripProfile
+from tightfit.schema.footprint import STRIP_OPTIONS, FeatureMaps, Footprint, Phase, StripProfile
 
 __all__ = ["AutoencoderStripProfiles", "StripOptionProfiler"]
 
@@ -119,18 +119,18 @@ class AutoencoderStripProfiles:
         """
         return {kind: self._profiler(kind) for kind in self._seen}
 
-    def with_strips(self, footprint: Footprint, part: str) -> Footprint:
-        """Return `footprint` with the strip options of `part` for autoencoders whose graphs are supported.
+    def with_strips(self, footprint: Footprint, option: str) -> Footprint:
+        """Return `footprint` with the strip option of this name for autoencoders whose graphs are supported.
 
         If the graphs are small (QUICK), other missing strip options are added too: this is faster than to search for
         what else is missing.
         """
         profilers = [self._profiler_of(phase) for phase in footprint.phases]
         quick = sum(profiler.operations for profiler in profilers if profiler) <= QUICK
-        parts = [other for other in footprint.not_measured if other == part or (quick and other in STRIP_LIMITS)]
+        options = [each for each in footprint.not_measured if each == option or (quick and each in STRIP_OPTIONS)]
         pairs = zip(footprint.phases, profilers, strict=True)
-        phases = tuple(self._in_strips(phase, profiler, parts) for phase, profiler in pairs)
-        left = tuple(other for other in footprint.not_measured if other not in parts)
+        phases = tuple(self._in_strips(phase, profiler, options) for phase, profiler in pairs)
+        left = tuple(each for each in footprint.not_measured if each not in options)
         return footprint.model_copy(update={"phases": phases, "not_measured": left})
 
     def _profiler_of(self, phase: Phase) -> StripOptionProfiler | None:
@@ -149,11 +149,11 @@ class AutoencoderStripProfiles:
                 self._profilers[kind] = None
         return self._profilers[kind]
 
-    def _in_strips(self, phase: Phase, profiler: StripOptionProfiler | None, parts: Iterable[str]) -> Phase:
+    def _in_strips(self, phase: Phase, profiler: StripOptionProfiler | None, options: Iterable[str]) -> Phase:
         if profiler is None:
             return phase
         found = []
-        for divisor, maps in map(STRIP_LIMITS.__getitem__, parts):
+        for divisor, maps in map(STRIP_OPTIONS.__getitem__, options):
             strips = phase.strip_limit(divisor)
             found.append(
                 profiler.profile(

@@ -18,7 +18,7 @@ from tightfit.schema.step_cache import CacheTrace, StepCache
 
 __all__ = [
     "OPTIONAL_PARTS",
-    "STRIP_LIMITS",
+    "STRIP_OPTIONS",
     "BlockUse",
     "Component",
     "ComponentCall",
@@ -34,8 +34,8 @@ __all__ = [
 
 FeatureMaps = Literal["device", "host", "recompute"]
 Role = Literal["encoder", "denoiser", "autoencoder", "other"]
-# exact tiling of an autoencoder: which fraction (1/n) of an untiled call's bytes strips may take; where maps are kept
-STRIP_LIMITS: Mapping[str, tuple[int, FeatureMaps]] = {
+# exact tiling of an autoencoder, by the option's name: strips may take 1/n of an untiled call's bytes; where maps are
+STRIP_OPTIONS: Mapping[str, tuple[int, FeatureMaps]] = {
     "strips of 1/4, maps on the device": (4, "device"),
     "strips of 1/4, maps in host memory": (4, "host"),
     "strips of 1/16, maps on the device": (16, "device"),
@@ -43,7 +43,7 @@ STRIP_LIMITS: Mapping[str, tuple[int, FeatureMaps]] = {
     "strips of 1/64, maps on the device": (64, "device"),
     "strips of 1/64, maps in host memory": (64, "host"),
 }
-OPTIONAL_PARTS = ("variants", *STRIP_LIMITS)  # parts of a footprint that may be left unmeasured
+OPTIONAL_PARTS = ("variants", *STRIP_OPTIONS)  # parts of a footprint that may be left unmeasured
 
 
 class WeightBlock(Record):

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
 from tightfit.errors import PlanError
 from tightfit.schema.base import Count, Record, Size
-from tightfit.schema.stores import STORES
+from tightfit.schema.stores import OffloadTarget
 
 __all__ = ["PART_FIELDS", "Granularity", "NetworkPart", "Placement"]
 
 Placement = Literal["resident", "offload", "stream"]
 Granularity = Literal["block", "layer"]
-if TYPE_CHECKING:  # which cannot make a Literal of a registry
-    OffloadTarget: TypeAlias = str
-else:
-    OffloadTarget = Literal[tuple(STORES)]
 _STREAMED = ("weight_memory", "granularity", "ring_buffer", "resident_layers")
 # fields of a ComponentPlan that each part has of its own
 PART_FIELDS = ("placement", "offload_to", *_STREAMED)

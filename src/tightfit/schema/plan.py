@@ -13,10 +13,10 @@ from tightfit.schema.base import Count, Positive, Real, Record, Size
 from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.footprint import FeatureMaps
 from tightfit.schema.machine import Budget
-from tightfit.schema.network_part import Granularity, NetworkPart, OffloadTarget, Placement
+from tightfit.schema.network_part import Granularity, NetworkPart, Placement
 from tightfit.schema.request import Request
 from tightfit.schema.step_cache import NamedCache
-from tightfit.schema.stores import STORES, StoreKind
+from tightfit.schema.stores import STORES, OffloadTarget, StoreKind
 from tightfit.schema.vae_plan import VaePlan
 from tightfit.units import format_bytes
 

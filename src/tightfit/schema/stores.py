@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from tightfit.schema.machine import Accelerator, Machine
 
@@ -62,6 +63,11 @@ STORES: Mapping[str, StoreKind] = {
         guessed_rate=ORDINARY_DISK,
     ),
 }
+
+if TYPE_CHECKING:  # which cannot make a Literal of a registry
+    OffloadTarget: TypeAlias = str
+else:
+    OffloadTarget = Literal[tuple(STORES)]
 
 
 def default_store(*, spare_ram: bool) -> str:

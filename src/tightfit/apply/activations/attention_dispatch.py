@@ -42,20 +42,20 @@ def _is_refusal(name: str, error: Exception) -> bool:
 
 
 def _by_torch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, block: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, chunk_bytes: int
 ) -> torch.Tensor:
     return attend_by_torch(query, key, value, settings)
 
 
 def _chunked(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, block: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, chunk_bytes: int
 ) -> torch.Tensor:
-    return chunked_attention(query, key, value, *settings, block=block)
+    return chunked_attention(query, key, value, *settings, chunk_bytes=chunk_bytes)
 
 
 def _by_kernel(kernel: SDPBackend) -> Attend:
     def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, block: int
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, chunk_bytes: int
     ) -> torch.Tensor:
         with sdpa_kernel(kernel):
             return attend_by_torch(query, key, value, settings)
@@ -64,7 +64,7 @@ def _by_kernel(kernel: SDPBackend) -> Attend:
 
 
 def _by_xformers(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, block: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, chunk_bytes: int
 ) -> torch.Tensor:
     operations: Any = importlib.import_module("xformers.ops")
     bias = operations.LowerTriangularMask() if settings.causal else None
@@ -76,7 +76,7 @@ def _by_xformers(
 
 
 def _by_sage(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, block: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, chunk_bytes: int
 ) -> torch.Tensor:
     attend = importlib.import_module("sageattention").sageattn
     said = {"tensor_layout": "HND", "is_causal": settings.causal, "sm_scale": settings.scale}
@@ -111,19 +111,24 @@ class AttentionDispatcher:
 
     `wanted` is one of `schema.attention.ATTENTION_NAMES`; PlanError for others. `tell` is called with a sentence for
     each call that the wanted backend (with "auto": torch's own choice) does not run; equal calls get the same sentence.
-    At most `block` bytes of scores are computed at once (default: depends on the device). Calls that need gradients or
+    At most `chunk_bytes` of scores are computed at once (default: depends on the device). Calls that need gradients or
     run under autocast go to torch and are not counted.
     """
 
     def __init__(
-        self, wanted: str, device: Device, tell: Callable[[str], None] = lambda _: None, *, block: int | None = None
+        self,
+        wanted: str,
+        device: Device,
+        tell: Callable[[str], None] = lambda _: None,
+        *,
+        chunk_bytes: int | None = None,
     ) -> None:
         self.calls: Counter[str] = Counter()  # calls so far, by backend
         self._wanted = check_attention(wanted)
         self._usual = "torch" if wanted == "auto" else wanted
         self._kind, self._capability = _kind_of(device)
         self._flash = device.has_flash()
-        self._block = block or score_chunk_bytes(self._kind)
+        self._chunk_bytes = chunk_bytes or score_chunk_bytes(self._kind)
         self._installed = _installed_backends()
         self._tell = tell
         self._choices: dict[Hashable, tuple[str, str | None]] = {}  # backend and message, by call signature
@@ -138,13 +143,13 @@ class AttentionDispatcher:
         if said is not None:
             self._tell(said)
         try:
-            result = _ATTEND[name](query, key, value, settings, self._block)
+            result = _ATTEND[name](query, key, value, settings, self._chunk_bytes)
         except Exception as error:
             if not _is_refusal(name, error):
                 raise
             self._tell(f"{name} refused a call of {tuple(query.shape)}, unexpectedly: {str(error).splitlines()[0]}")
-            name = choose(self._describe(query, key, value, settings), block=self._block).name
-            result = _ATTEND[name](query, key, value, settings, self._block)
+            name = choose(self._describe(query, key, value, settings), chunk_bytes=self._chunk_bytes).name
+            result = _ATTEND[name](query, key, value, settings, self._chunk_bytes)
         self.calls[name] += 1
         return result
 
@@ -153,7 +158,7 @@ class AttentionDispatcher:
         if self._wanted != "auto":
             return self._wanted != "torch" and not BACKENDS[self._wanted].whole_scores
         call = self._describe(query, key, query, Settings())._replace(dimensions=2)  # 2: no fused kernel takes it
-        return choose(call, block=self._block).name != "torch"  # torch would compute the whole matrix
+        return choose(call, chunk_bytes=self._chunk_bytes).name != "torch"  # torch would compute the whole matrix
 
     def _choose(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings
@@ -164,7 +169,7 @@ class AttentionDispatcher:
         alike = (*((part.shape, part.stride(), part.dtype) for part in parts), learns, query.device, *others)
         if alike not in self._choices:  # looked up for every call: cheaper than describing it
             call = self._describe(query, key, value, settings)
-            name, because = choose(call, self._wanted, self._installed, self._block)
+            name, because = choose(call, self._wanted, self._installed, self._chunk_bytes)
             said = f"{name} for {call.queries} queries and {call.keys} keys: {because}"
             self._choices[alike] = name, None if name == self._usual else said
         return self._choices[alike]

@@ -1,4 +1,4 @@
-"""Exact attention in blocks of queries, so that the full score matrix never exists."""
+"""Exact attention in chunks of queries, so that the full score matrix never exists."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def chunked_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    block: int,
+    chunk_bytes: int,
 ) -> torch.Tensor:
-    """Return `scaled_dot_product_attention`, computed in blocks of at most `block` bytes of scores (at least one row).
+    """Return `scaled_dot_product_attention`, computed in chunks of at most `chunk_bytes` of scores (at least one row).
 
     Takes queries (…, L, E), keys (…, S, E) and values (…, S, Ev), and a boolean or additive mask that broadcasts to
     (…, L, S). Returns (…, L, Ev), contiguous, in the dtype of the queries. Computes in float32; float64 in float64.
     Rows whose keys are all masked become zeros, as in torch.
 
-    Memory besides the result: two blocks, a quarter block more for a boolean mask, and the keys and values of the heads
-    in a block where they have to be widened or repeated. InputError for dropout or gradients.
+    Memory besides the result: two chunks, a quarter chunk more for a boolean mask, and the keys and values of the heads
+    in a chunk where they have to be widened or repeated. InputError for dropout or gradients.
     """
     if dropout_p > 0:
         raise InputError(f"chunked attention cannot drop out: use dropout_p=0, not {dropout_p}", dropout=dropout_p)
@@ -46,7 +46,7 @@ def chunked_attention(
     output = query.new_zeros(*query.shape[:-1], value.shape[-1])
     if output.numel() and key.numel():
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        _fill(output, _Inputs(query, key, value, mask, is_causal, scale), block)
+        _fill(output, _Inputs(query, key, value, mask, is_causal, scale), chunk_bytes)
     return output.view(output.shape[output.ndim - dimensions :])
 
 
@@ -79,15 +79,15 @@ def _aligned(*parts: torch.Tensor, grouped: bool) -> list[torch.Tensor]:
     return [part.expand(*batch, *(heads or part.shape[-3:-2]), -1, -1) for part in parts]
 
 
-def _fill(output: torch.Tensor, inputs: _Inputs, block: int) -> None:
+def _fill(output: torch.Tensor, inputs: _Inputs, chunk_bytes: int) -> None:
     """Write the attention of `inputs` into `output`."""
     if output.ndim > 4:
         for index in range(output.shape[0]):
-            _fill(output[index], inputs.item(index), block)
+            _fill(output[index], inputs.item(index), chunk_bytes)
         return
     query, keys = inputs.query, inputs.key.shape[-2]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    items, heads, rows = _block_sizes(query.shape[:-1], max(1, block // (keys * dtype.itemsize)))
+    items, heads, rows = _chunk_sizes(query.shape[:-1], max(1, chunk_bytes // (keys * dtype.itemsize)))
     buffers = torch.empty(2, items * heads * rows * keys, dtype=dtype, device=query.device)
     for some_items in _spans(query.shape[0], items):
         for some_heads in _spans(query.shape[1], heads):
@@ -109,11 +109,11 @@ def _fill_heads(
 
 
 def _attend(inputs: _Inputs, first: int, buffers: torch.Tensor) -> torch.Tensor:
-    """Return the attention of one block, whose first row is query number `first`."""
+    """Return the attention of one chunk, whose first row is query number `first`."""
     *leading, rows, _ = inputs.query.shape
     seen = inputs.key.shape[-2]
     if inputs.causal:
-        seen = min(seen, first + rows)  # no query of the block attends to a later key
+        seen = min(seen, first + rows)  # no query of the chunk attends to a later key
     shape = (*leading, rows, seen)
     scores, shares = (buffer[: math.prod(shape)].view(math.prod(leading), rows, seen) for buffer in buffers)
     query, key, value = (part.flatten(0, 1) for part in (inputs.query, inputs.key, inputs.value))
@@ -137,11 +137,11 @@ def _apply(mask: torch.Tensor, scores: torch.Tensor) -> None:
         scores.add_(mask)
 
 
-def _block_sizes(shape: torch.Size, most: int) -> tuple[int, int, int]:
-    """Items, heads and queries of a block of at most `most` rows: whole heads and items where they fit."""
+def _chunk_sizes(shape: torch.Size, most: int) -> tuple[int, int, int]:
+    """Items, heads and queries of a chunk of at most `most` rows: whole heads and items where they fit."""
     items, heads, queries = shape
     if queries > most:
-        return 1, 1, math.ceil(queries / math.ceil(queries / most))  # blocks of about equal size
+        return 1, 1, math.ceil(queries / math.ceil(queries / most))  # chunks of about equal size
     if queries * heads > most:
         return 1, most // queries, queries
     return min(items, most // (queries * heads)), heads, queries

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from tightfit.apply.context_parallel.rank_group import RankGroup
-from tightfit.apply.weights.shared_store import SharedRegion
+from tightfit.apply.weights.host_store import HostStore
+from tightfit.apply.weights.shared_host_store import SharedRegion
 from tightfit.apply.weights.weight_groups import WeightGroup
-from tightfit.apply.weights.weight_store import HostStore
 from tightfit.devices.memory_file import PAGE_SIZE, MemoryFile
 from tightfit.devices.ram import computer_mark, ram_free
 from tightfit.units import format_bytes

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 
 from torch import nn
 
+from tightfit.apply.weights.file_backed_weights import FileBackedWeights
 from tightfit.apply.weights.network_parts import part_views
 from tightfit.apply.weights.part_offloaders import PartOffloaders
 from tightfit.apply.weights.placed_groups import HostBytes
 from tightfit.apply.weights.quantize import left_in_files
-from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.apply.weights.weight_groups import WeightGroup
 from tightfit.apply.weights.weight_offloader import WeightOffloader
 from tightfit.devices.device import Device

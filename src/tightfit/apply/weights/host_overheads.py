@@ -9,9 +9,9 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
+from tightfit.apply.weights.host_store import HostStore
 from tightfit.apply.weights.streamer import Streamer
 from tightfit.apply.weights.weight_groups import WeightGroup, weight_groups_of
-from tightfit.apply.weights.weight_store import HostStore
 from tightfit.devices.device import Device
 from tightfit.measure.modules import inspect_component
 from tightfit.measure.recorder import Recorder

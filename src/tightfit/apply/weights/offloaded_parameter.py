@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tightfit.apply.weights.stores import FileBackedWeights
+from tightfit.apply.weights.file_backed_weights import FileBackedWeights
 from tightfit.apply.weights.weight_groups import WeightGroup
 from tightfit.apply.weights.weight_store import version_of, write_back
 from tightfit.devices.device import Device

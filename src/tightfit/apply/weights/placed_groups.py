@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from tightfit.apply.weights.shared_store import SharedStore
+from tightfit.apply.weights.host_store import HostStore
+from tightfit.apply.weights.shared_host_store import SharedHostStore
 from tightfit.apply.weights.weight_groups import WeightGroup
-from tightfit.apply.weights.weight_store import HostStore
 from tightfit.measure.recorder import Recorder
 
 __all__ = ["HostBytes", "PlacedGroups"]
@@ -56,6 +56,6 @@ class PlacedGroups:
         """Return how much of them is in host memory."""
         stores = [group.store for groups in self._groups.values() for group in groups]
         inside = [store for store in stores if isinstance(store, HostStore)]
-        shared = sum(store.size for store in inside if isinstance(store, SharedStore))
+        shared = sum(store.size for store in inside if isinstance(store, SharedHostStore))
         locked = sum(store.size for store in inside if store.is_locked)
         return HostBytes(shared, sum(store.size for store in inside) - shared, locked)

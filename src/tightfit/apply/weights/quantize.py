@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.apply.weights.disk_store import read_like
+from tightfit.apply.weights.file_backed_weights import FileBackedWeights
 from tightfit.apply.weights.quantized_tensor import Entry, Float8Weight, StoredWeight, storable
-from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.apply.weights.weight_store import HOST, plain_parts, rebuilt
 from tightfit.devices.device import Device
 from tightfit.devices.disk import DiskReader

@@ -16,9 +16,9 @@ from torch import nn
 
 from tightfit.apply.module_hooks import watch
 from tightfit.apply.weights.device_pool import DeviceWeightPool, OnDemandLoader
+from tightfit.apply.weights.file_backed_weights import FileBackedWeights
 from tightfit.apply.weights.loaded_group import LoadedGroup
 from tightfit.apply.weights.offloaded_parameter import LazyWeights
-from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.apply.weights.weight_groups import WeightGroup, behind_gates, expected_in, groups_inside
 from tightfit.apply.weights.weight_store import forget_casts
 from tightfit.devices.device import Device

@@ -9,9 +9,10 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from tightfit.apply.weights.shared_store import KeptRegions, SharedRegion, SharedStore
-from tightfit.apply.weights.stores import FileBackedWeights
-from tightfit.apply.weights.weight_store import HostStore, WeightStore, plain_parts, rebuilt
+from tightfit.apply.weights.file_backed_weights import FileBackedWeights
+from tightfit.apply.weights.host_store import HostStore
+from tightfit.apply.weights.shared_host_store import KeptRegions, SharedHostStore, SharedRegion
+from tightfit.apply.weights.weight_store import WeightStore, plain_parts, rebuilt
 from tightfit.devices.memory import copy_with_alignment
 from tightfit.measure.modules import compiled_around, find_layers
 from tightfit.plan.layer_selection import group_layers, paths_to
@@ -78,7 +79,7 @@ class WeightGroup:
 
     def fill(self, kept: KeptRegions | None = None) -> None:
         """Read the values of the source parameters from their store; with `kept`, leave them in shared memory."""
-        if kept is not None and isinstance(self.store, SharedStore):
+        if kept is not None and isinstance(self.store, SharedHostStore):
             kept.keep(self.store, self._plain())
             return
         plain = self.store.values()
@@ -89,7 +90,7 @@ class WeightGroup:
         """Take the values from `region`, which has the same bytes as the group's buffer in host memory, from now on."""
         store = self.store
         assert isinstance(store, HostStore)
-        self.store = SharedStore(region, store.layouts, store.device, store.stager)
+        self.store = SharedHostStore(region, store.layouts, store.device, store.stager)
         for tensor in self._plain():
             tensor.data = torch.empty(0, dtype=tensor.dtype)
         store.release()

@@ -12,12 +12,13 @@ from tightfit.apply.activations.ffn_chunking import inside_feed_forwards
 from tightfit.apply.weights.backward_passes import BackwardPasses
 from tightfit.apply.weights.call_order import CallKey, CallOrder
 from tightfit.apply.weights.differentiable_streamer import DifferentiableStreamer
+from tightfit.apply.weights.file_backed_weights import FileBackedWeights
 from tightfit.apply.weights.network_parts import blocks_of, inspect_part, network_of
 from tightfit.apply.weights.oom_retry import retry_blocks_on_oom, retry_on_oom
 from tightfit.apply.weights.placed_groups import PlacedGroups
 from tightfit.apply.weights.quantize import store_weights
 from tightfit.apply.weights.quantized_tensor import StoredWeight
-from tightfit.apply.weights.stores import FileBackedWeights, StoreFactory
+from tightfit.apply.weights.store_factory import StoreFactory
 from tightfit.apply.weights.tensor_loader import TensorLoader
 from tightfit.apply.weights.weight_groups import WeightGroup, weight_groups_of
 from tightfit.apply.weights.weight_store import HOST, Held, moved
@@ -36,8 +37,7 @@ __all__ = ["WeightOffloader"]
 class WeightOffloader:
     """Keeps the weights of a pipeline's components where the plan wants them.
 
-    A component that is loaded for its phase is evicted when another starts to run, unless the two alternate
-    (`CoResidencyTracker`).
+    One loaded for its phase is evicted when another starts to run, unless the two alternate (`CoResidencyTracker`).
     """
 
     def __init__(self, device: Device, recorder: Recorder, file_weights: FileBackedWeights, *, shares: bool) -> None:

@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from tightfit.apply.weights.host_store import HostStore
 from tightfit.apply.weights.pinned_staging import Stager
-from tightfit.apply.weights.weight_store import HostStore, TensorLayout
+from tightfit.apply.weights.weight_store import TensorLayout
 from tightfit.devices.device import Device
 from tightfit.devices.memory import copy_with_alignment
 from tightfit.devices.memory_file import MemoryFile
 
-__all__ = ["KeptRegions", "SharedRegion", "SharedStore"]
+__all__ = ["KeptRegions", "SharedHostStore", "SharedRegion"]
 
 
 class SharedRegion(NamedTuple):
@@ -33,7 +34,7 @@ class SharedRegion(NamedTuple):
         return self.file.shared(self.offset, self.size)
 
 
-class SharedStore(HostStore):
+class SharedHostStore(HostStore):
     """A buffer in shared memory, which has the same bytes as the HostStore that it replaces.
 
     It maps the memory as shared, not as private: a driver that locks pages of a private mapping, to write to them as
@@ -69,19 +70,21 @@ class KeptRegions:
     def __init__(self) -> None:
         self._kept: dict[int, _KeptRegion] = {}  # by address of the first tensor
 
-    def keep(self, store: SharedStore, plain: Sequence[torch.Tensor]) -> None:
+    def keep(self, store: SharedHostStore, plain: Sequence[torch.Tensor]) -> None:
         """Give the values of `store` to the `plain` tensors of source parameters, without memory for them."""
         views = store.kept()
         for tensor, view in zip(plain, views, strict=True):
             tensor.data = view
         self._kept[views[0].data_ptr()] = _KeptRegion(store.region, store.layouts, views, plain)
 
-    def store_of(self, tensors: Sequence[torch.Tensor], device: Device, stager: Stager | None) -> SharedStore | None:
+    def store_of(
+        self, tensors: Sequence[torch.Tensor], device: Device, stager: Stager | None
+    ) -> SharedHostStore | None:
         """Return a store in shared memory for the plain `tensors`, if they have what `keep` gave them for one."""
         found = self._kept.get(tensors[0].data_ptr()) if tensors and not tensors[0].is_meta else None
         if found is None or not _are_same(tensors, found.views):
             return None
-        return SharedStore(found.region, found.layouts, device, stager)
+        return SharedHostStore(found.region, found.layouts, device, stager)
 
     def clear(self) -> None:
         """Give memory of their own to the tensors whose stores were not asked for."""

@@ -1,4 +1,4 @@
-"""The seam of attention: every network's attention passes through it while it works, and nothing is left after."""
+"""The attention dispatcher: every network's attention passes through it while it works, and nothing is left after."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ def _nothing_is_left() -> Iterator[None]:
     assert [vars(owner)["get_attention_scores"] for owner in (Attention, AttentionModuleMixin)] == SCORES
 
 
-def seam(wanted: str = "chunked", told: list[str] | None = None, block: int | None = None) -> AttentionDispatcher:
-    return AttentionDispatcher(wanted, CpuDevice(), (told if told is not None else []).append, block=block)
+def dispatcher(
+    wanted: str = "chunked", told: list[str] | None = None, chunk_bytes: int | None = None
+) -> AttentionDispatcher:
+    return AttentionDispatcher(wanted, CpuDevice(), (told if told is not None else []).append, chunk_bytes=chunk_bytes)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -96,7 +98,7 @@ def test_no_pipeline_makes_its_scores(case: TinyCase) -> None:
     with Largest() as whole:
         wanted = run(pipe, case)
     before = imprint(pipe)
-    chunked = seam(block=BLOCK)
+    chunked = dispatcher(chunk_bytes=BLOCK)
     with chunked.working(), Largest() as largest:
         result = run(pipe, case)
         assert_same(before, imprint(pipe))  # nothing is set on modules
@@ -110,12 +112,12 @@ def test_auto_changes_no_bit_where_torch_has_a_kernel_nor_does_what_was_switched
     case = CASES[0]
     pipe: Any = case.make()
     wanted, told = run(pipe, case), []
-    auto = seam("auto", told)
+    auto = dispatcher("auto", told)
     with auto.working():
         assert torch.equal(run(pipe, case), wanted)
     assert set(auto.calls) == {"torch"}
     assert told == []
-    with seam().working():
+    with dispatcher().working():
         assert not torch.equal(run(pipe, case), wanted)
     assert torch.equal(run(pipe, case), wanted)
 
@@ -182,13 +184,13 @@ def test_older_processors_need_no_scores(make: Any, settings: dict[str, Any], ma
     with torch.no_grad(), Largest() as whole:
         wanted = layer(**inputs)
     assert whole.bytes >= 64 * 64 * 4
-    chunked = seam(block=1024)
+    chunked = dispatcher(chunk_bytes=1024)
     with torch.no_grad(), chunked.working(), Largest() as largest:
         result = layer(**inputs)
     torch.testing.assert_close(result, wanted, rtol=0, atol=8 * EPSILON)
     assert largest.bytes <= 1024
     assert chunked.calls.total() >= 1
-    small = seam("auto")
+    small = dispatcher("auto")
     with torch.no_grad(), small.working():
         assert torch.equal(layer(**inputs), wanted)  # so few scores are made as they were
     assert not small.calls
@@ -198,7 +200,7 @@ def test_a_fused_kernel_of_torch_takes_the_place_of_scores() -> None:
     layer = attention_layer()
     layer.set_processor(processors.AttnProcessor())
     hidden, told = torch.randn(2, 64, WIDTH), []
-    auto = seam("auto", told, block=1024)
+    auto = dispatcher("auto", told, chunk_bytes=1024)
     with torch.no_grad(), auto.working(), Largest() as largest:
         layer(hidden)
     assert largest.fused == {"_scaled_dot_product_flash_attention_for_cpu"}
@@ -224,7 +226,7 @@ def test_scores_that_somebody_looks_at_are_made() -> None:
     with torch.no_grad():
         wanted = layer(hidden)
         sums = layer.processor.sums
-        with seam(block=1024).working():
+        with dispatcher(chunk_bytes=1024).working():
             assert torch.equal(layer(hidden), wanted)
     assert type(layer.processor.sums) is torch.Tensor
     assert torch.equal(layer.processor.sums, sums)
@@ -249,7 +251,7 @@ def attend(*parts: torch.Tensor, **settings: Any) -> torch.Tensor:
 
 def test_only_the_component_that_works_is_asked_and_only_in_its_thread() -> None:
     parts = drawn(1, 2, 64, 8)
-    outer, inner, torchs = seam(), seam(), seam("torch")
+    outer, inner, torchs = dispatcher(), dispatcher(), dispatcher("torch")
     other: list[torch.Tensor] = []
     plain = attend(*parts)
     with outer.working():
@@ -267,7 +269,7 @@ def test_only_the_component_that_works_is_asked_and_only_in_its_thread() -> None
 
 
 def test_threads_may_begin_and_end_in_any_order() -> None:
-    first, second, barrier = seam(), seam(), threading.Barrier(2)
+    first, second, barrier = dispatcher(), dispatcher(), threading.Barrier(2)
 
     def work() -> None:
         with second.working():
@@ -285,7 +287,7 @@ def test_threads_may_begin_and_end_in_any_order() -> None:
 
 
 def test_an_error_leaves_nothing_behind() -> None:
-    with pytest.raises(ZeroDivisionError), seam().working():
+    with pytest.raises(ZeroDivisionError), dispatcher().working():
         raise ZeroDivisionError
     plain = attend(*drawn(1, 2, 64, 8))
     assert torch.equal(plain, ATTENTION(*drawn(1, 2, 64, 8)))
@@ -300,11 +302,11 @@ def test_somebody_elses_replacement_is_used_and_stays(monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", replacement)
-        with seam("auto").working():
+        with dispatcher("auto").working():
             attend(*drawn(1, 2, 64, 8))
         assert F.scaled_dot_product_attention is replacement
         assert theirs == ["called"]
-        with seam().working():
+        with dispatcher().working():
             F.scaled_dot_product_attention = replacement
         assert F.scaled_dot_product_attention is replacement
 
@@ -320,12 +322,12 @@ class Skipping(TorchFunctionMode):
 
 def test_modes_that_look_for_attention_find_it() -> None:
     parts = drawn(1, 2, 64, 8)
-    with seam().working(), Skipping():
+    with dispatcher().working(), Skipping():
         assert torch.equal(attend(*parts), parts[2])
 
 
 def test_what_learns_or_casts_is_left_to_torch() -> None:
-    parts, chunked = drawn(1, 2, 64, 8), seam()
+    parts, chunked = drawn(1, 2, 64, 8), dispatcher()
     with chunked.working():
         attend(parts[0].requires_grad_(), *parts[1:]).sum().backward()
         assert parts[0].grad is not None
@@ -361,7 +363,7 @@ def test_chunked_takes_from_a_cpu_exactly_what_would_become_a_whole_matrix() -> 
     seen = set()
     for parts, settings in inputs_of_all_kinds():
         told: list[str] = []
-        auto = seam("auto", told, block=1)
+        auto = dispatcher("auto", told, chunk_bytes=1)
         fused = torch._fused_sdp_choice(*parts, **settings) == SDPBackend.FLASH_ATTENTION.value
         wanted = ATTENTION(*parts, **settings)
         with torch.no_grad(), auto.working():
@@ -376,7 +378,7 @@ def test_chunked_takes_from_a_cpu_exactly_what_would_become_a_whole_matrix() -> 
 def test_what_is_told_is_the_reason() -> None:
     told: list[str] = []
     parts = drawn(1, 1, 2, 64, 8)
-    with seam("auto", told, block=1024).working():
+    with dispatcher("auto", told, chunk_bytes=1024).working():
         attend(*parts)
         attend(*(part + 1 for part in parts))
     reason = "no fused kernel of torch's takes 5 dimensions, and all scores would be 32 KiB"
@@ -388,23 +390,23 @@ def test_torchs_kernels_by_name() -> None:
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("math", SDPBackend.MATH)):
         with sdpa_kernel(backend):
             wanted = attend(*parts)
-        named = seam(name)
+        named = dispatcher(name)
         with named.working():
             assert torch.equal(attend(*parts), wanted)
         assert named.calls == {name: 1}
     told: list[str] = []
-    cudnn = seam("cudnn", told)
+    cudnn = dispatcher("cudnn", told)
     with cudnn.working():
         attend(*parts)
     assert cudnn.calls == {"torch": 1}
     assert "cuDNN's attention does not take tensors on the CPU" in told[0]
     with pytest.raises(PlanError, match="unknown attention 'flesh': did you mean 'flash'"):
-        seam("flesh")
+        dispatcher("flesh")
 
 
 def test_a_kernel_that_refuses_unexpectedly_gives_way() -> None:
     told: list[str] = []
-    flash = seam("flash", told)
+    flash = dispatcher("flash", told)
     value = drawn(1, 2, 64, 8)[2]
     flash._choose = lambda *_: ("flash", None)  # type: ignore[method-assign]
     with flash.working():
@@ -503,7 +505,7 @@ def test_sage_only_by_name_and_only_what_it_takes() -> None:
         there = [part.to("privateuseone") for part in parts]
         sage, auto = (
             AttentionDispatcher("sage", SimulatedDevice(), told.append),
-            AttentionDispatcher("auto", SimulatedDevice(), block=1),
+            AttentionDispatcher("auto", SimulatedDevice(), chunk_bytes=1),
         )
         with sage.working():
             assert torch.equal(attend(*there).cpu(), wanted)
@@ -523,7 +525,7 @@ def test_an_old_simulated_card_needs_no_scores() -> None:
     for wanted in ("torch", "auto"):
         with simulated_card("7.5") as card, torch.no_grad():
             there = [part.to("privateuseone") for part in parts]
-            one = AttentionDispatcher(wanted, SimulatedDevice(), block=2**16)
+            one = AttentionDispatcher(wanted, SimulatedDevice(), chunk_bytes=2**16)
             before = card.live.now
             card.live.reset_peak()
             with one.working():
@@ -547,7 +549,7 @@ def _forget_compiled() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_forget_compiled")
 def test_compiled_blocks_stay_whole_and_come_back() -> None:
-    layer, hidden, chunked = attention_layer(), torch.randn(2, 64, WIDTH), seam(block=1024)
+    layer, hidden, chunked = attention_layer(), torch.randn(2, 64, WIDTH), dispatcher(chunk_bytes=1024)
     layer.compile(backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         wanted = layer(hidden)
@@ -556,5 +558,5 @@ def test_compiled_blocks_stay_whole_and_come_back() -> None:
             with chunked.working():
                 torch.testing.assert_close(layer(hidden), wanted, rtol=0, atol=8 * EPSILON)
             assert torch.equal(layer(hidden), wanted)
-            assert counters["stats"].get("unique_graphs", 0) == graphs  # one for the seam, once
+            assert counters["stats"].get("unique_graphs", 0) == graphs  # one for the dispatcher, once
     assert chunked.calls == {"chunked": 3}
