@@ -41,7 +41,7 @@ docs: $(READY)  ## the documentation site, in site/; fails on broken links
 test-slow: $(READY)  ## proofs that take minutes, and every pipeline class, hours the first time; goes on where it was
 	$(PYTEST) -m "slow and not gpu"
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -W ignore -m fuzz --results bench/results/fuzz.jsonl
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -W ignore -m recipes.proof --results bench/results/pipelines.jsonl
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -W ignore -m pipeline_classes.proof --results bench/results/pipelines.jsonl
 	$(BIN)/python tools/make_pipelines.py
 
 test-gpu: $(GPU_READY)  ## what needs a CUDA card; skipped where there is none. VENV=none: with the python3 that is there

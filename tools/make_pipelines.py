@@ -1,6 +1,6 @@
 """bench/results/pipelines.jsonl → docs/pipelines.md: every pipeline class of the installed diffusers.
 
-`python tools/make_pipelines.py`; the results are written by `python -m recipes.proof` (see `make test-slow`).
+`python tools/make_pipelines.py`; the results are written by `python -m pipeline_classes.proof` (see `make test-slow`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import diffusers
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from recipes import cases, left_out  # noqa: E402
-from recipes.proof import CLOSE, cells_of  # noqa: E402
+from pipeline_classes import cases, left_out  # noqa: E402
+from pipeline_classes.proof import CLOSE, cells_of  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "pipelines.jsonl"
 PAGE = ROOT / "docs" / "pipelines.md"
@@ -45,7 +45,7 @@ classes it ran on the CPU, in an older run or because they mix devices.
   activations take most of the memory.
 - *lossy*: this level blends tiles of large images, and reports it.
 
-`tools/make_pipelines.py` makes this page from the results of `python -m recipes.proof`.
+`tools/make_pipelines.py` makes this page from the results of `python -m pipeline_classes.proof`.
 
 """
 

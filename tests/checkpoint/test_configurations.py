@@ -15,7 +15,7 @@ import diffusers
 import pytest
 import torch
 
-from recipes import cases
+from pipeline_classes import cases
 from tightfit.catalog.known import known_model, model_names
 from tightfit.checkpoint.configurations import LARGEST, check_configuration, check_configurations, check_sizes
 from tightfit.checkpoint.folder import ComponentFolder, check_folder

@@ -16,11 +16,11 @@ from diffusers.models.modeling_utils import ModelMixin
 from PIL import Image
 from torch import nn
 
-import recipes
+import pipeline_classes
 import tightfit
 from inspection import assert_same, imprint
 from more_pipelines import MORE_CASES
-from recipes import unets_motion
+from pipeline_classes import unets_motion
 from simulator.conftest import MakeCards
 from tightfit import BudgetTooSmall, PlanError, RequestError
 from tightfit.run.argument_values import Given, described, dummy_value
@@ -277,7 +277,7 @@ def test_nor_is_one_that_is_kept(make_cards: MakeCards, monkeypatch: pytest.Monk
         raise BudgetTooSmall("it is", needed_bytes=2**30)
 
     make_cards(capacity=64 * MIB)
-    case = recipes.cases()["HiDreamImage"]
+    case = pipeline_classes.cases()["HiDreamImage"]
     pipe: Any = case.make(2)
     tightfit.fit(pipe, budget=64 * MIB, device="simulated:0")
     run(pipe, case)

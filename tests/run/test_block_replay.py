@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from more_pipelines import MORE_CASES
-from recipes import cases
+from pipeline_classes import cases
 from simulator.conftest import MakeCards
 from tightfit import fit
 from tightfit.measure.block_replay import BlockReplay

@@ -6,9 +6,9 @@ import pytest
 
 import tightfit
 from a_few import a_few
-from recipes import cases
-from recipes.proof import prove
-from recipes.runs import CLOSE, card_of, difference, made, numbers_of
+from pipeline_classes import cases
+from pipeline_classes.proof import prove
+from pipeline_classes.runs import CLOSE, card_of, difference, made, numbers_of
 from tiny_pipelines import PIXELS
 
 TRIED = (

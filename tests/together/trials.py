@@ -22,7 +22,7 @@ from PIL import Image
 
 from more_pipelines import MORE_CASES
 from offloaded_by_others import HERE, by_group, by_layer, by_model
-from recipes.unets_parts import vision
+from pipeline_classes.unets_parts import vision
 from tiny_pipelines import CASES, CLIP_WIDTH, PIXELS
 from together.ways import ROUNDING, WAYS, Fit, Script, Trial, draw, made
 
