@@ -16,7 +16,7 @@ from inspection import assert_same, imprint
 from late_device import LateDevice
 from more_pipelines import MORE_CASES
 from tightfit import fit
-from tightfit.apply.weights import stores as housing
+from tightfit.apply.weights import store_factory
 from tightfit.apply.weights.quantized_tensor import Float8Weight, storable
 from tightfit.devices.copy_stream import LateCopyStream
 from tightfit.devices.disk import DiskReader
@@ -114,7 +114,7 @@ def test_an_order_that_is_known_is_never_late(name: str) -> None:
 
 def test_a_processor_reads_past_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     readers: list[DiskReader] = []
-    monkeypatch.setattr(housing, "DiskReader", lambda: readers.append(DiskReader()) or readers[-1])
+    monkeypatch.setattr(store_factory, "DiskReader", lambda: readers.append(DiskReader()) or readers[-1])
     case, pipe, untouched = prepared("Flux")
     fitted = fit(
         pipe, plan={"components": {"transformer": {"placement": "stream", "offload_to": "disk"}}}, device="cpu"

@@ -12,7 +12,7 @@ import torch
 
 from inspection import assert_same, imprint
 from tightfit.apply.fitting import Fitted
-from tightfit.apply.weights import stores
+from tightfit.apply.weights import store_factory
 from tightfit.apply.weights.host_store import HostStore
 from tightfit.apply.weights.weight_store import WeightStore
 from tightfit.devices.copy_stream import CopyHandle, CopyStream
@@ -44,7 +44,7 @@ class CompressedStore(WeightStore):
         return stream.send(target, self._bytes(), after)
 
 
-def compressed_stores(factory: stores.StoreFactory, undo: ExitStack) -> stores.MakeStore:
+def compressed_stores(factory: store_factory.StoreFactory, undo: ExitStack) -> store_factory.MakeStore:
     return CompressedStore
 
 
@@ -53,7 +53,7 @@ def compressed_stores(factory: stores.StoreFactory, undo: ExitStack) -> stores.M
 def test_a_third_store(monkeypatch: pytest.MonkeyPatch, device: Device, placement: str) -> None:
     kind = StoreKind("compressed memory", is_host_memory=False, ram_share=0.9, padding=1024)
     monkeypatch.setitem(STORES, "compressed", kind)  # type: ignore[arg-type] # read-only to the type checker
-    monkeypatch.setitem(stores.STORE_MAKERS, "compressed", compressed_stores)  # type: ignore[arg-type] # as well
+    monkeypatch.setitem(store_factory.STORE_MAKERS, "compressed", compressed_stores)  # type: ignore[arg-type] # as well
     case = next(case for case in CASES if case.name == "Flux")
     pipe = case.make()
     wanted = run(pipe, case)

@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 from a_few import a_few
 from tightfit import fit, load
 from tightfit.apply.choices import choices_of, decide
-from tightfit.apply.weights import stores as file_weights
+from tightfit.apply.weights import store_factory
 from tightfit.apply.weights.weight_groups import WeightGroup
 from tightfit.measure import build_models as building
 from tightfit.measure.modules import find_components
@@ -49,7 +49,7 @@ def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each weight that is read to stay."""
     sizes: list[int] = []
-    read_like = file_weights.read_like
+    read_like = store_factory.read_like
 
     def watched(*args: Any) -> torch.Tensor:
         value = read_like(*args)
@@ -61,7 +61,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(group.size)
 
     fill = WeightGroup.fill
-    monkeypatch.setattr(file_weights, "read_like", watched)
+    monkeypatch.setattr(store_factory, "read_like", watched)
     monkeypatch.setattr(WeightGroup, "fill", filled)
     return sizes
 

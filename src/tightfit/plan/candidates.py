@@ -23,7 +23,7 @@ FEW = 8  # most weight groups of which all selections of resident ones are tried
 OVERSIZED_LAYERS = 5  # at most this many layers are resident for their size, …
 OVERSIZED_RATIO = 1.5  # … if they are at least this many times as large as the next one, …
 SHARES = 4  # … together with none to three fourths of the rest
-AHEAD = (1, 2, 4)  # sizes of the ring buffer: how many of the largest of the rest it holds
+RING_SIZES = (1, 2, 4)  # sizes of the ring buffer: how many of the largest of the rest it holds
 
 
 class Candidate(NamedTuple):
@@ -99,7 +99,7 @@ def _of_sizes(
 def _with_any_resident(stream_plan: ComponentPlan, groups: WeightGroupSizes) -> Iterator[Candidate]:
     for count in range(len(groups.sizes)):
         for resident in itertools.combinations(groups.sizes, count):
-            for ahead in AHEAD:
+            for ahead in RING_SIZES:
                 yield _with_resident(stream_plan, groups, frozenset(resident), ahead)
 
 
@@ -116,7 +116,7 @@ def _with_oversized_resident(stream_plan: ComponentPlan, layers: WeightGroupSize
         if sizes[layers.order[count - 1]] < OVERSIZED_RATIO * next_size:
             continue
         rest = {name: size for name, size in sizes.items() if name not in oversized}
-        for ahead, share in itertools.product(AHEAD, range(SHARES)):
+        for ahead, share in itertools.product(RING_SIZES, range(SHARES)):
             capacity = max(sum(rest.values()) - ahead * next_size, 0) * share // SHARES
             yield _with_more_resident(stream_plan, layers, oversized, rest, capacity, ahead)
 

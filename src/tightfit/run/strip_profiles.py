@@ -46,23 +46,23 @@ class StripOptionProfiler:
         return len(self._program.nodes)
 
     def profile(
-        self, strips: int, maps: FeatureMaps, beside: int, outside: int, *, expandable: bool = True
+        self, strip_bytes: int, maps: FeatureMaps, beside: int, outside: int, *, expandable: bool = True
     ) -> StripProfile | None:
-        """Return the profile with `strips` bytes for strips and kept `maps`; None if "host" would keep no map there.
+        """Return the profile with `strip_bytes` for strips and kept `maps`; None if "host" would keep no map there.
 
         `beside` more bytes are allocated all along, and `outside` bytes before or after. With `expandable`, the
         allocator's segments are expandable.
         """
-        strip_plan = Strips(self._program, strips, maps, self.mark, moves=True).strip_plan
+        strip_plan = Strips(self._program, strip_bytes, maps, self.mark, moves=True).strip_plan
         if maps == "host" and not strip_plan.in_host:
             return None
         made = (self._items - 1) * sum(self._program.nodes[index].bytes for index in self._program.outputs)
-        strip_bytes = max(strip_plan.allocator_bytes(expandable=expandable), strips)
-        allocator_bytes = max(beside + made + strip_bytes, outside) + PAGES
+        needed = max(strip_plan.allocator_bytes(expandable=expandable), strip_bytes)
+        allocator_bytes = max(beside + made + needed, outside) + PAGES
         with self._op_costs.working():
             stages = tuple(profile_stages(strip_plan, self._op_costs, self._layers))
         return StripProfile(
-            strip_bytes=strips,
+            strip_bytes=strip_bytes,
             feature_maps=maps,
             allocator_bytes=allocator_bytes,
             host_bytes=strip_plan.peak.host,
@@ -154,10 +154,10 @@ class AutoencoderStripProfiles:
             return phase
         found = []
         for divisor, maps in map(STRIP_OPTIONS.__getitem__, options):
-            strips = phase.strip_limit(divisor)
+            limit = phase.strip_limit(divisor)
             found.append(
                 profiler.profile(
-                    strips, maps, phase.live_bytes_at_start, phase.peak_between_calls, expandable=self._expandable
+                    limit, maps, phase.live_bytes_at_start, phase.peak_between_calls, expandable=self._expandable
                 )
             )
         return phase.with_strip_options(profile for profile in found if profile is not None)
