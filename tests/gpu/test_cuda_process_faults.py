@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not driver.loaded(), reason="a
 
 MIB = 2**20
 SIZE = 256 * MIB
+CLOSE = 1e-5  # of the largest value
 ROOT = Path(__file__).parents[2]
 FOR_EVER = str(10**6)
 
@@ -125,7 +126,7 @@ def beside_others() -> None:
         print("fitted", flush=True)
         errors = [relative_error(run(pipe, case).cpu(), wanted) for _ in range(4)]
         reserved = torch.cuda.max_memory_reserved()
-        plan = fitted.plan.model_dump(mode="json", include={"vae", "attention", "components"})
+        plan = fitted.plan.model_dump(mode="json", include={"vae", "components", "reasons"})
         fitted.undo()
         assert_same(before, imprint(pipe))
         del fitted
@@ -136,8 +137,10 @@ def beside_others() -> None:
 def test_two_processes_with_a_budget_each_keep_to_it(tmp_path: Path) -> None:
     settings = {"STUB_CARD_FILE": str(tmp_path / "card"), "STUB_TOTAL": str(2 * SIZE + 64 * MIB)}
     processes = [started(__file__, "beside_others", **settings) for _ in range(2)]
-    for found in map(told, processes):
-        assert found["errors"] == [0] * 4, found
+    for found in [told(each) for each in processes]:
+        # by rates that are measured on a busy machine, strips may be planned: their convolutions round differently
+        assert max(found["errors"]) <= (CLOSE if found["plan"]["vae"]["strips"] else 0), found
+        assert len(set(found["errors"])) == 1, found
         assert found["reserved"] <= SIZE
 
 
