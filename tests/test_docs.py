@@ -38,6 +38,12 @@ def test_every_plan_field_is_explained(kind: type[Plan]) -> None:
     assert not [name for name in kind.model_fields if f"`{name}`" not in page]
 
 
+def test_the_recipe_for_a_weight_store_has_the_one_that_is_tested() -> None:
+    tested = (ROOT / "tests/apply/test_third_store.py").read_text()
+    example = tested[tested.index("class CompressedStore") : tested.index("@pytest.fixture")].strip()
+    assert f"```python\n{example}\n```" in (ROOT / "docs/recipes/add-a-weight-store.md").read_text()
+
+
 def test_every_page_is_in_the_navigation_once() -> None:
     found = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
     assert sorted(found) == [str(page.relative_to(ROOT / "docs")) for page in PAGES]

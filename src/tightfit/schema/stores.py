@@ -10,7 +10,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from tightfit.schema.machine import Accelerator, Machine
 
@@ -18,6 +21,7 @@ __all__ = [
     "NO_RATES",
     "ORDINARY_DISK",
     "STORES",
+    "OffloadTarget",
     "StoreKind",
     "StoreRates",
     "default_store",
@@ -64,10 +68,15 @@ STORES: Mapping[str, StoreKind] = {
     ),
 }
 
-if TYPE_CHECKING:  # which cannot make a Literal of a registry
-    OffloadTarget: TypeAlias = str
-else:
-    OffloadTarget = Literal[tuple(STORES)]
+
+def _check_store(name: Any) -> str:
+    if not isinstance(name, str) or name not in STORES:
+        *others, last = map(repr, STORES)
+        raise PydanticCustomError("literal_error", f"Input should be {', '.join(others)} or {last}")
+    return name
+
+
+OffloadTarget = Annotated[str, BeforeValidator(_check_store)]  # a name in STORES, also of a store that was added to it
 
 
 def default_store(*, spare_ram: bool) -> str:
