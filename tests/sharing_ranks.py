@@ -80,10 +80,12 @@ def tried(rank: int, trial: Trial) -> Trial:
 
 
 def made(case: Any, rank: int, trial: Trial) -> Any:
-    """The pipeline; on one rank, with another value in a large weight."""
+    """The pipeline; on one rank, with other values in a large weight, or in the last bias of the autoencoder."""
     pipe = case.make(trial.get("scale", SCALE))
     if trial.get("differs") == rank:
         large(pipe).data.add_(1e-3)
+    if trial.get("differs_little") == rank:
+        pipe.vae.decoder.conv_out.bias.data.add_(1e-6)
     return pipe
 
 

@@ -116,6 +116,16 @@ def test_ranks_with_other_weights_keep_their_own() -> None:
         assert any(note.startswith("ranks have different weights of unet: ") for note in each["notes"]), each["notes"]
 
 
+@pytest.mark.parametrize("level", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_other_values_are_noticed_in_what_is_not_shared(level: int) -> None:
+    """A bias of three values, which is in no shared memory, on one of two ranks."""
+    small = {"name": "StableDiffusion", "scale": 1, "level": level}
+    same, other = zip(*run_ranks(2, [small, {**small, "differs_little": 1}]), strict=True)
+    assert not any("different weights" in note for each in same for note in each["notes"])
+    for each in other:
+        assert any(note.startswith("ranks have different weights of vae: ") for note in each["notes"]), each["notes"]
+
+
 def test_where_memory_cannot_be_shared_each_rank_has_its_copy() -> None:
     small = {**SD, "scale": 4}
     said = check(run_ranks(2, [{**small, "broken": [1, "no files"]}, {**small, "broken": [0, "little memory"]}]))

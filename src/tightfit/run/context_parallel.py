@@ -75,7 +75,7 @@ def parallelism_of(
     asked = Request.from_mapping(request) if isinstance(request, Mapping) else request or Request()
     guidance = GuidanceRanks.among(group, context) if groups > 1 else None
     doubled = doubled_of(pipe, asked) if context > 1 else {}
-    equal, weights = RowShares.equal(context), WeightSharing.among(group)
+    equal, weights = RowShares.equal(context), WeightSharing.among(group, find_components(pipe))
     ranks = ContextParallel(group, equal, ways[0], doubled, guidance=guidance, weights=weights)
     return AskedParallelism(ranks, ways)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from tightfit.apply.context_parallel.rank_group import RankGroup
+from tightfit.apply.context_parallel.weight_samples import differing_components
 from tightfit.apply.weights.host_store import HostStore
 from tightfit.apply.weights.shared_host_store import SharedRegion
 from tightfit.apply.weights.weight_groups import WeightGroup
@@ -41,8 +43,11 @@ class WeightSharing:
     differing: tuple[str, ...] = ()  # components of which ranks have different weights
 
     @classmethod
-    def among(cls, group: RankGroup) -> WeightSharing:
-        """Find out which ranks can open each other's memory, and how many are on this computer. Collective."""
+    def among(cls, group: RankGroup, components: Mapping[str, nn.Module]) -> WeightSharing:
+        """Find out which ranks can open each other's memory, and how many are on this computer. Collective.
+
+        Of `components`, by name, those that have different weights on different ranks are named in the log.
+        """
         token = os.urandom(TOKEN)
         try:
             own, refused = MemoryFile.create(TOKEN), ""
@@ -65,7 +70,9 @@ class WeightSharing:
         group.ranks_here = sum(computer == computer_mark() for computer, *_ in said)
         teams = teams_of([[bool(each) for each in row.tolist()] for row in rows])
         (team,) = (team for team in teams if group.rank in team)
-        return cls(group, teams, why if len(team) < group.ranks_here else "")
+        found = cls(group, teams, why if len(team) < group.ranks_here else "")
+        found._note_differing(differing_components(group, components))
+        return found
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -97,10 +104,14 @@ class WeightSharing:
                         if not self._taken(group, place.within(files), place.ranks[0]):
                             differing[name.partition("/")[0]] = None
             said = self.group.all_gather_text("\n".join(differing))
-            self.differing = tuple(dict.fromkeys(name for text in said for name in text.split("\n") if name))
-            if self.differing:
-                logger.warning("ranks have different weights of %s: what they draw is a mixture", self.differing)
+            self._note_differing([name for text in said for name in text.split("\n") if name])
             return True
+
+    def _note_differing(self, components: Iterable[str]) -> None:
+        new = tuple(name for name in dict.fromkeys(components) if name not in self.differing)
+        self.differing += new
+        if new:
+            logger.warning("ranks have different weights of %s: what they draw is a mixture", ", ".join(new))
 
     def _opened(self, layout: _FileLayout) -> dict[bytes, MemoryFile]:
         """Return the file of this rank's team for each component; none if one of the ranks cannot open all."""
