@@ -25,7 +25,7 @@ from tightfit.schema.footprint import (
     StripProfile,
     StripStageProfile,
 )
-from tightfit.schema.machine import Accelerator, LayerWork
+from tightfit.schema.machine import Accelerator, KernelGroup, LayerWork
 from tightfit.schema.plan import Granularity
 
 __all__ = ["CostModel", "strip_seconds_without_weights", "work_in_strips"]
@@ -37,6 +37,8 @@ class CostModel:
     def __init__(self, component: Component, device: Accelerator) -> None:
         self._device = device
         self._groups = {granularity: _groups(component, granularity) for granularity in ("layer", "block")}
+        # what ids belong to is kept, so that they are not used again
+        self._plain_segments: dict[int, tuple[Sequence[KernelGroup], ComputeSegment]] = {}  # by id() of layers' work
         self._segments: dict[tuple[int, Granularity], tuple[ComponentCall, list[ComputeSegment]]] = {}
         self._timings: dict[tuple[int, float, Granularity | None], tuple[StripProfile, list[StripStageTiming]]] = {}
         self._resident_seconds: dict[tuple[int, float, Granularity | None], tuple[StripProfile, float]] = {}
@@ -48,7 +50,6 @@ class CostModel:
         """
         key = id(call), granularity
         if key not in self._segments:
-            # the call is kept, so that its id is not reused
             self._segments[key] = call, self._joined(call, granularity)
         return self._segments[key][1]
 
@@ -134,7 +135,11 @@ class CostModel:
 
     def _segment(self, layer_work: LayerWork, group: str, granularity: Granularity | None) -> ComputeSegment:
         gate = layer_work.layer if group and granularity == "layer" else ""
-        segment = segment_of(layer_work.work, self._device, group)._replace(layer=gate, holds=layer_work.holds)
+        key = id(layer_work.work)  # that of equal work is the same
+        if key not in self._plain_segments:
+            self._plain_segments[key] = layer_work.work, segment_of(layer_work.work, self._device)
+        _, (_, seconds, launching, *_) = self._plain_segments[key]
+        segment = ComputeSegment(group, seconds, launching, layer=gate, holds=layer_work.holds)
         link = self._device.link_rate
         if not (layer_work.copied_in and link):
             return segment

@@ -183,13 +183,14 @@ def _planned(
         named = with_calibrations(named, which)
 
     def inputs_with(cache: StepCache | None) -> PlanningInputs:
-        kept = _kept_footprint(which, mark, accelerators, request, limits, cache)
+        search = SearchCaches()
+        kept = _kept_footprint(which, mark, machine, request, limits, cache, search)
         measurer = _measurer(which, first, cache) if kept is None or own is not None else None
         learns = own is not None and not others
         questions = [
             measurer.with_cache(each).question(request) if measurer and learns else None for each in (cache, None)
         ]
-        store, search = CalibrationStore(questions[0], first, questions[1]), SearchCaches()
+        store = CalibrationStore(questions[0], first, questions[1])
 
         def inputs_of(bare: Footprint) -> PlanningInputs:
             return PlanningInputs(bare, machine, store, None, search, cache)
@@ -216,21 +217,23 @@ def _for_each(accelerators: Sequence[Accelerator], budget: Budget | None) -> Bud
 
 
 def _kept_footprint(
-    which: str | ModelFolder, mark: str, accelerators: Sequence[Accelerator], request: Request, limits: Limits,
-    cache: StepCache | None,
+    which: str | ModelFolder, mark: str, machine: Machine, request: Request, limits: Limits,
+    cache: StepCache | None, search: SearchCaches,
 ) -> Footprint | None:  # fmt: skip
-    """The footprint that `_measurer` would find on disk for a plan within `limits`; does not measure."""
-    dtype, expandable = _dtype(which, accelerators[0]), accelerators[0].expandable_refused is None
+    """The footprint that `_measurer` would find on disk for a plan within `limits`; does not measure.
+
+    What is found out about plans for it is in `search`.
+    """
+    first, *others = machine.accelerators
+    dtype, expandable = _dtype(which, first), first.expandable_refused is None
 
     def missing(bare: Footprint) -> tuple[str, ...]:
         from tightfit.run.calibration import CalibrationStore, PlanningInputs
 
-        return PlanningInputs(bare, computer_with(*accelerators), CalibrationStore(None, accelerators[0])).missing(
-            limits
-        )
+        return PlanningInputs(bare, machine, CalibrationStore(None, first), None, search).missing(limits)
 
     question = footprint_question(marked(mark, cache), request, dtype, expandable=expandable)
-    return recalled_footprint(question, missing if len(accelerators) == 1 else None) if mark else None
+    return recalled_footprint(question, None if others else missing) if mark else None
 
 
 def _dtype(which: str | ModelFolder, accelerator: Accelerator) -> str | None:

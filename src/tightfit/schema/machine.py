@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from tightfit.errors import PlanError
+from tightfit.errors import InputError, PlanError
 from tightfit.schema.base import Count, Positive, Rate, Real, Record, Size
 from tightfit.units import format_bytes
 
@@ -180,11 +180,46 @@ class KernelGroup(Record):
         return Amounts(*(getattr(self, name) for name in Amounts._fields))
 
 
+_MOST_KEPT = 100_000
+_groups: dict[tuple[Any, ...], KernelGroup] = {}
+_works: dict[tuple[int, ...], tuple[KernelGroup, ...]] = {}  # by id() of their groups
+
+
+def _with_known_groups(work: Any) -> Any:
+    return [_known_group(each) for each in work] if isinstance(work, list | tuple) else work
+
+
+def _known_group(given: Any) -> Any:
+    """Return an equal group that exists already: blocks are alike, and to validate a record takes 15 us."""
+    fields = vars(given) if isinstance(given, KernelGroup) else given
+    if not isinstance(fields, dict):
+        return given
+    key = (*fields, *fields.values(), *map(type, fields.values()))
+    try:
+        if key not in _groups:
+            if len(_groups) >= _MOST_KEPT:
+                _works.clear()
+                _groups.clear()
+            _groups[key] = given if isinstance(given, KernelGroup) else KernelGroup(**fields)
+        return _groups[key]
+    except (TypeError, InputError):  # invalid, as its record will say
+        return given
+
+
+def _known_work(work: tuple[KernelGroup, ...]) -> tuple[KernelGroup, ...]:
+    if len(_works) >= _MOST_KEPT:
+        _works.clear()
+    return _works.setdefault(tuple(map(id, work)), work)
+
+
 class LayerWork(Record):
-    """Work of one layer without interruption, or between layers (`layer` is "")."""
+    """Work of one layer without interruption, or between layers (`layer` is "").
+
+    Equal `work` is one object, of which what a plan computes is kept.
+    """
 
     layer: str
-    work: tuple[KernelGroup, ...]
+    work: Annotated[tuple[KernelGroup, ...], BeforeValidator(_with_known_groups), AfterValidator(_known_work)]
     copied_in: Count = 0  # bytes that its own code copies from pageable host memory after it; the host waits for that
     holds: bool = False  # whether the layer's weights remain on the device until those of the next layer go
     host_waits: bool = False  # whether the host synchronizes with the device after it
