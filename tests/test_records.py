@@ -789,3 +789,14 @@ def test_a_trace_says_its_peak() -> None:
 def test_json_that_yaml_would_misread() -> None:
     assert Plan.from_text(Plan(device="😀").to_json()) == Plan(device="😀")
     assert Plan.from_text('{\n\t"level": 2\n}').level == 2
+
+
+def test_equal_work_is_one_object_and_what_is_invalid_is_refused_as_before() -> None:
+    group = {"kind": "matmul", "dtype": "float16", "operations": 1, "traffic": 2, "kernels": 3}
+    first, other = (LayerWork.from_mapping({"layer": name, "work": [dict(group), dict(group)]}) for name in "ab")
+    assert first.work is other.work
+    assert first.work[0] is first.work[1]
+    assert LayerWork(layer="c", work=(KernelGroup(**group),)).work[0] == first.work[0]
+    for wrong in ({"operations": True}, {"operations": [1]}, {"kernels": 0}, {"kind": "moon"}, {"more": 1}):
+        with pytest.raises(PlanError, match=r"^work\.0\." if "more" not in wrong else "unknown field"):
+            LayerWork.from_mapping({"layer": "", "work": [group | wrong]})
