@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from a_few import mark_one_in
-from attention_backend import own_attention_backend
+from diffusers_attention_backend import own_attention_backend
 from tiny_pipelines import CASES
 
 # transformers swaps torch.linspace while it loads, and torch would remember that one for `with torch.device`

@@ -58,7 +58,7 @@ def test_what_a_plan_takes_is_known_before_it_is_settled(
     seconds = {leaf.name: 1.0 + 5 * index % 7 for index, leaf in enumerate(part.layers)}
     for sketch in candidates(part, whole, groups, 12, by_blocks=by_blocks):
         settled = ComponentCost(
-            part, sketch.resolved_plan(seconds), CPU, CostModel(part, CPU), seconds=seconds
+            part, sketch.plan_by_times(seconds), CPU, CostModel(part, CPU), seconds=seconds
         )  # what is small is always there
         assert (
             sketch.streamed_bytes == settled.streamed_bytes

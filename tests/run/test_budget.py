@@ -14,7 +14,6 @@ from diffusers import (
     StableDiffusionImg2ImgPipeline,
     StableDiffusionPipeline,
 )
-from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.attention_processor import AttnProcessor
 from PIL import Image
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import tightfit
-from attention_backend import own_attention_backend
+from diffusers_attention_backend import own_attention_backend
 from simulator.conftest import ACCELERATOR
 from tightfit.errors import TightfitError
 from tightfit.measure.modules import find_components, find_role

@@ -34,7 +34,8 @@ class Candidate(NamedTuple):
     exact: bool = True  # False: `streamed_bytes` is a lower bound
     resolve: Callable[[Seconds], Candidate] | None = None  # returns it with more resident layers
 
-    def resolved_plan(self, seconds: Seconds) -> ComponentPlan:
+    def plan_by_times(self, seconds: Seconds) -> ComponentPlan:
+        """Return the plan, with resident layers chosen by `seconds` if that is to be done already."""
         return self.plan if self.resolve is None else self.resolve(seconds).plan
 
 

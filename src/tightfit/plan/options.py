@@ -82,7 +82,7 @@ class ComponentWorkload:
             if _is_compatible(variant, candidate.plan):
                 size = candidate.streamed_bytes
                 if not candidate.exact:
-                    size = self._cost(candidate.resolved_plan(self._seconds_by_layer)).streamed_bytes
+                    size = self._cost(candidate.plan_by_times(self._seconds_by_layer)).streamed_bytes
                 least = size if least is None else min(least, size)
         return least
 
@@ -101,7 +101,7 @@ class ComponentWorkload:
         work = self._work(vae)
         found, changes = self._candidates(location, storage, variant), self._fields(variant)
         compatible = (candidate for candidate in found if _is_compatible(variant, candidate.plan))
-        plans = [candidate.resolved_plan(self._seconds_by_layer) for candidate in compatible]
+        plans = [candidate.plan_by_times(self._seconds_by_layer) for candidate in compatible]
         cost = self._cost(found[0].plan, store_rates)
         bounds = None if cost.is_resident else LowerBounds(cost, self._groups(cost.plan), work, self._cost_model)
 
