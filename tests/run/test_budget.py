@@ -14,6 +14,7 @@ from diffusers import (
     StableDiffusionImg2ImgPipeline,
     StableDiffusionPipeline,
 )
+from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.attention_processor import AttnProcessor
 from PIL import Image
 
