@@ -34,8 +34,8 @@ __all__ = [
 
 FeatureMaps = Literal["device", "host", "recompute"]
 Role = Literal["encoder", "denoiser", "autoencoder", "other"]
-# exact tiling of an autoencoder, by the option's name: which part (1/n) of the bytes that an untiled call adds strips may
-# take, and where feature maps are
+# exact tiling of an autoencoder, by the option's name: of the bytes that an untiled call adds, which part (1/n) strips
+# may take, and where feature maps are
 STRIP_OPTIONS: Mapping[str, tuple[int, FeatureMaps]] = {
     "strips of 1/4, maps on the device": (4, "device"),
     "strips of 1/4, maps in host memory": (4, "host"),
