@@ -192,7 +192,7 @@ def placement_reason(workload: ComponentWorkload, option: Option, left: int, pha
     name, plan, whole = workload.component.name, option.plan, format_bytes(workload.component.bytes)
     if plan.placement == "resident":
         return Reason(decision=f"{name} is resident", because=f"its {whole} fit in every phase")
-    room = f"{phase} has room for {format_bytes(max(left, 0))}"
+    room = f"{phase} has room for {format_bytes(max(left, 0))} of weights"
     source = "" if plan.store.is_host_memory else f" from the {plan.store.title}"
     if plan.placement == "offload":
         return Reason(decision=f"{name} is loaded{source} for its phase", because=f"its {whole} fit: {room}")
@@ -201,7 +201,7 @@ def placement_reason(workload: ComponentWorkload, option: Option, left: int, pha
     resident, kind = len(plan.resident_layers or ()), "block" if plan.granularity == "block" else "layer"
     ahead = format_bytes(plan.ring_buffer or 0)
     kept = f"{resident or 'no'} resident {kind}{'s' * (resident != 1)}, others loaded up to {ahead} ahead"
-    enough = ", and more would not make it faster" if option.streamed_bytes < ENOUGH * left else ""
+    enough = ", and using more of that would not make it faster" if option.streamed_bytes < ENOUGH * left else ""
     return Reason(
         decision=f"{name} is streamed{source}, {format_bytes(option.device_bytes)} of {whole} on the device",
         because=f"{kept}; loading {cost}; {room}{enough}",
