@@ -161,7 +161,7 @@ def nccl_of(group: dist.ProcessGroup) -> Any:
     if not dist.is_nccl_available() or torch.device("cuda") not in group._device_types:
         return None
     backend = group._get_backend(torch.device("cuda"))
-    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
+    return backend if type(backend).__name__.startswith("ProcessGroupNCCL") else None  # torch 2.15's ends in 2
 
 
 def abort_nccl(group: dist.ProcessGroup) -> None:
@@ -174,7 +174,7 @@ def abort_nccl(group: dist.ProcessGroup) -> None:
 def _end_nccl_group(group: dist.ProcessGroup | None) -> None:
     """End the NCCL group call that an error of batch_isend_irecv leaves open: later calls would be part of it."""
     backend = None if group is None else nccl_of(group)
-    if backend is not None:
+    if backend is not None and hasattr(backend, "_group_end"):  # torch 2.15's backend has no such
         with contextlib.suppress(RuntimeError):  # there is none
             backend._group_end()
 
