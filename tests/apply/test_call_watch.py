@@ -20,7 +20,8 @@ def test_backends_of_cards(name: str, devices: list[str], is_nccl: bool, monkeyp
     backend = type(name, (), {})()
 
     class Group:
-        _device_types = [torch.device(device) for device in devices]
+        def __init__(self) -> None:
+            self._device_types = [torch.device(device) for device in devices]
 
         def _get_backend(self, device: torch.device) -> object:
             assert device in self._device_types
