@@ -125,7 +125,8 @@ class _MarkedGroup(RankGroup):
         yield
 
     def all_gather_text(self, text: str) -> list[str]:
-        return [f"{self._marks[0]}\n\n", text, f"{self._marks[1]}\n\n"]
+        marks = [f"{mark}\n\n" if text else "" for mark in self._marks]  # of weights, of which there are none, nothing
+        return [marks[0], text, marks[1]]
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor] * 3
