@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 
 import tightfit
 from tightfit.apply.call_lock import CallLock
 from tightfit.errors import RunError
+from tightfit.schema.plan import ComponentPlan
 from tiny_pipelines import CASES, PIXELS, run
 
 CASE = next(case for case in CASES if case.name == "StableDiffusion")
@@ -43,6 +45,28 @@ def test_pipelines_that_call_each_other_from_two_threads() -> None:
     assert "two pipelines call each other" in str(refused)
     for pipe in pipes:
         assert torch.equal(run(pipe, CASE), alone)
+
+
+def test_a_call_that_begins_while_another_plan_is_applied_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, pool = CASE.make(), ThreadPoolExecutor(1)
+    own, wanted = type(pipe), run(CASE.make(), CASE)
+    fitted = tightfit.fit(pipe, level=0, device="loopback")
+    run(pipe, CASE)
+    calls: list[Future[torch.Tensor]] = []
+
+    def begun_meanwhile(*given: Any) -> None:
+        calls.append(pool.submit(run, pipe, CASE))
+        with pytest.raises(TimeoutError):
+            calls[-1].result(timeout=1)
+
+    monkeypatch.setattr("tightfit.apply.fitting.limit_allocators", begun_meanwhile)
+    with fitted._calls.lock:  # as a call does
+        fitted.follow(pipe, fitted.plan.model_copy(update={"components": {"vae": ComponentPlan(placement="offload")}}))
+    assert torch.equal(calls[0].result(SECONDS), wanted)
+    assert fitted.report().plan.components["vae"].placement == "offload"
+    fitted.undo()
+    assert type(pipe) is own
+    assert torch.equal(run(pipe, CASE), wanted)
 
 
 def test_threads_wait_in_a_ring() -> None:

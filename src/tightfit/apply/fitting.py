@@ -16,14 +16,14 @@ from torch import nn
 from tightfit.apply.activations.component_settings import change_activations
 from tightfit.apply.activations.memory_format import channels_last
 from tightfit.apply.allocator_limits import limit_allocators
-from tightfit.apply.applied_plan import AppliedPlan, collect_old_plans, fill_and_close
+from tightfit.apply.applied_plan import AppliedPlan, collect_old_plans, fill_and_close, show_own_class
 from tightfit.apply.call_runner import CallObserver, CallRunner, ReplannerProtocol
 from tightfit.apply.changes import PipelineState
 from tightfit.apply.choices import choices_of, decide
 from tightfit.apply.context_parallel.executor import ContextParallel, check_ranks, parallel_forward, shares_weights
 from tightfit.apply.cross_device import CrossDeviceCall
 from tightfit.apply.members import Members
-from tightfit.apply.method_overrides import exported, override_class_members
+from tightfit.apply.method_overrides import exported, override_class_members, own_class
 from tightfit.apply.module_hooks import watch
 from tightfit.apply.network_split import split_network
 from tightfit.apply.other_offloading import refuse_followers, refuse_offloaded
@@ -129,10 +129,7 @@ class Fitted:
 
     @torch.inference_mode(mode=False)  # weights that are made here are for gradients too
     def follow(self, pipe: Any, plan: Plan, file_weights: FileBackedWeights | None = None) -> None:
-        """Make `pipe`, the same as before, follow `plan` instead; weights that both read from files stay in files.
-
-        `file_weights`: those of the first plan.
-        """
+        """Make `pipe`, the same as before, follow `plan` instead; weights that both read from files stay in files."""
         collect_old_plans()
         before = self._applied()
         file_weights = file_weights or (FileBackedWeights() if before is None else before.file_weights)
@@ -141,9 +138,12 @@ class Fitted:
             self._leave()
         finally:
             file_weights.keep_in_files = False
-        components = find_components(pipe)
+        components, own, calls = find_components(pipe), own_class(pipe), self._calls
+        alone = isinstance(pipe, nn.Module)  # no other component needs the device
         with ExitStack() as uncap, ExitStack() as undo:
             undo.callback(setattr, self, "_applied", lambda: None)
+            if not alone:
+                undo.callback(show_own_class, weakref.ref(pipe), file_weights)
             give_owners(components.values(), undo.callback)
             undo.callback(fill_and_close, file_weights, components.values())
             bring_back(pipe, undo.callback)
@@ -155,16 +155,15 @@ class Fitted:
             self._parallel = self._parallel and self._parallel.following(plan)
             shares = shares_weights(self._parallel)
             places = DeviceOffloaders(plan, devices, self._recorder, file_weights, shares=shares)
-            alone, calls = isinstance(pipe, nn.Module), self._calls  # alone: no other component needs the device
             session = Session(places, self._recorder, self._finished, calls.exceeded, calls.lock, keeps=alone)
             applied = AppliedPlan(file_weights, places, session, undo)
             self._applied = weakref.ref(applied)
-            members = Members(self, applied, plan, self._device, self._calls, places, session, self._parallel)
-            limit_allocators(plan, devices, uncap, self._calls.remark)
+            members = Members(self, applied, plan, self._device, calls, places, session, self._parallel)
+            limit_allocators(plan, devices, uncap, calls.remark)
             for name, module in components.items():
                 self._fit_component(name, module, members, devices[plan.device_of(name)], applied)
             if not alone:
-                undo.callback(override_class_members(pipe, **members.of_pipeline(type(pipe))))
+                override_class_members(pipe, own, **members.of_pipeline(own))
             undo.callback(session.close)
             applied.undo = undo.pop_all()
             self._uncap = release = weakref.finalize(applied, uncap.pop_all().close)

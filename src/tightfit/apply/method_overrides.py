@@ -20,7 +20,7 @@ from tightfit.files import cache_folder
 from tightfit.measure.module_equivalence import OVERRIDDEN
 from tightfit.schema.plan import ComponentPlan
 
-__all__ = ["computing", "exported", "override_class_members", "while_followed"]
+__all__ = ["computing", "exported", "override_class_members", "own_class", "while_followed"]
 
 
 def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
@@ -66,9 +66,17 @@ def computing(method: Callable[..., Any], dtype: str, args: Any, kwargs: Any) ->
     return tree_map(widen, method(*args, **kwargs))
 
 
-def override_class_members(target: object, **members: Any) -> Callable[[], None]:
-    """Make `target` an instance of a subclass of its class with these members; return how to revert that."""
-    original = type(target)
+def own_class(target: object) -> type:
+    """Return the class of `target` without what overrides its members."""
+    return getattr(type(target), OVERRIDDEN, type(target))
+
+
+def override_class_members(target: object, original: type | None = None, /, **members: Any) -> Callable[[], None]:
+    """Make `target` an instance of a subclass of its class with these members; return how to revert that.
+
+    With an `original` class it replaces an earlier override, and `target` is no instance of its own class in between.
+    """
+    original = original or type(target)
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     object.__setattr__(target, "__class__", _metaclass(original)(original.__name__, (original,), names | members))
     held = weakref.ref(target)  # so that undoing does not keep a pipeline alive
