@@ -430,7 +430,7 @@ def classes() -> str:
     return (
         f"diffusers 0.42 has {every} pipeline classes, of which {made} can be made here with random weights. "
         f"{run} were run at each memory level (0 to 3) and within several budgets: {run - failed} gave the result of "
-        f"the untouched pipeline to 1e-5 each time; the others differ by more, by rounding "
+        f"the untouched pipeline to 1e-5 each time; the other {failed} differ by more, by rounding "
         f"([list](docs/pipelines.md))."
     )
 

@@ -33,7 +33,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not driver.loaded(), reason="a
 
 MIB = 2**20
 SIZE = 256 * MIB
-CLOSE = 1e-5  # of the largest value
 ROOT = Path(__file__).parents[2]
 FOR_EVER = str(10**6)
 
@@ -136,11 +135,10 @@ def beside_others() -> None:
 
 def test_two_processes_with_a_budget_each_keep_to_it(tmp_path: Path) -> None:
     settings = {"STUB_CARD_FILE": str(tmp_path / "card"), "STUB_TOTAL": str(2 * SIZE + 64 * MIB)}
+    settings["XDG_CACHE_HOME"] = str(tmp_path)  # no strips that other tests measured: they round differently
     processes = [started(__file__, "beside_others", **settings) for _ in range(2)]
     for found in [told(each) for each in processes]:
-        # by rates that are measured on a busy machine, strips may be planned: their convolutions round differently
-        assert max(found["errors"]) <= (CLOSE if found["plan"]["vae"]["strips"] else 0), found
-        assert len(set(found["errors"])) == 1, found
+        assert found["errors"] == [0] * 4, found
         assert found["reserved"] <= SIZE
 
 

@@ -196,12 +196,13 @@ def _known_group(given: Any) -> Any:
         return given
     key = (*fields, *fields.values(), *map(type, fields.values()))
     try:
-        if key not in _groups:
+        known = _groups.get(key)
+        if known is None:
             if len(_groups) >= _MOST_KEPT:
                 _works.clear()
                 _groups.clear()
-            _groups[key] = given if isinstance(given, KernelGroup) else KernelGroup(**fields)
-        return _groups[key]
+            known = _groups[key] = given if isinstance(given, KernelGroup) else KernelGroup(**fields)
+        return known
     except (TypeError, InputError):  # invalid, as its record will say
         return given
 
