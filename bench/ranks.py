@@ -1,4 +1,4 @@
-"""Simulated cards that share the rows of each operation: time, bytes sent and peak, beside one card and each attention.
+"""Simulated cards that compute a call together: time, bytes sent and peak, beside one card and each way alone.
 
     python bench/ranks.py [--models flux.1-dev,wan-2.1-14b] [--cards rtx4090] [--counts 2,4]
 
@@ -23,6 +23,7 @@ from tightfit.run.rank_layout import RankLayout
 from tightfit.run.simulate import SimulationRun
 from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.plan import ContextAttention
+from tightfit.schema.rank_option import RankOption
 from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction
 from tightfit.terminal import say
@@ -33,19 +34,20 @@ TIGHT = ("wan-2.1-14b", "rtx4090", 4, 6)  # a model on so many cards with a budg
 NAME = "ranks-simulated"
 
 
-def clocked(model: str, card: str, count: int, way: ContextAttention, prediction: Prediction) -> float:
+def clocked(model: str, card: str, count: int, prediction: Prediction) -> float:
     """Seconds of the call on the simulated card."""
-    accelerator = known_card(card)
+    accelerator, plan = known_card(card), prediction.plan
     call = SharedCall.of(model, Request(), accelerator, RankLayout(count))
-    plan = prediction.plan.model_copy(update={"device": "simulated:0"})
+    ranks = call.ranks(0, RankOption(plan.cfg_groups, plan.context_attention))
     with unlimited_card(accelerator) as simulated:
-        run = SimulationRun(model, simulated, plan, Request(), parallel=call.ranks(0, way))
+        fields = plan.model_copy(update={"device": "simulated:0"})
+        run = SimulationRun(model, simulated, fields, Request(), parallel=ranks)
         run.run()
         return float(run.fitted.report().trace.seconds)
 
 
 def row_of(model: str, card: str, count: int, size: int | None) -> dict[str, Any]:
-    """The plan's choice, each kind of attention alone, and one card."""
+    """The plan's choice, each kind of attention alone in one group, two groups, and one card."""
     limits = Limits(None if size is None else Budget(device=size * 10**9))
     row: dict[str, Any] = {"model": model, "request": known_model(model).request.described, "card": card}
     row |= {"cards": count, "budget": size}
@@ -53,19 +55,23 @@ def row_of(model: str, card: str, count: int, size: int | None) -> dict[str, Any
         row["one card"] = forecast(model, card, {}, Request(), say, limits, simulated=True).trace.seconds
     except BudgetTooSmall as error:
         row["one card"] = str(error)
+    fixed: dict[str, dict[str, Any]] = {
+        way: {"cfg_groups": 1, "context_attention": way} for way in get_args(ContextAttention)
+    }
     ways: dict[str, dict[str, Any]] = {}
-    for way in get_args(ContextAttention):
+    for name, choices in (fixed | {"two groups": {"cfg_groups": 2}}).items():
         try:
-            alone = forecast_ranks(model, card, RankLayout(count), {"context_attention": way}, Request(), say, limits)
-            ways[way] = {"predicted": alone.trace.seconds, "clock": clocked(model, card, count, way, alone)}
+            alone = forecast_ranks(model, card, RankLayout(count), choices, Request(), say, limits)
+            ways[name] = {"predicted": alone.trace.seconds, "clock": clocked(model, card, count, alone)}
         except BudgetTooSmall as error:
-            ways[way] = {"refused": str(error)}
+            ways[name] = {"refused": str(error)}
     try:
         found = forecast_ranks(model, card, RankLayout(count), {}, Request(), say, limits)
     except BudgetTooSmall as error:
         return row | {"ways": ways, "refused": str(error)}
     phases = {phase.name: [phase.seconds, phase.peak_reserved] for phase in found.trace.phases}
-    row |= {"attention": found.plan.context_attention, "seconds": found.trace.seconds, "phases": phases}
+    row |= {"attention": found.plan.context_attention, "groups": found.plan.cfg_groups}
+    row |= {"seconds": found.trace.seconds, "phases": phases}
     return row | {"sent": found.sent_bytes, "peak": found.peak_reserved, "ways": ways, "notes": found.trace.notes}
 
 
@@ -91,7 +97,8 @@ def main() -> None:
             write(NAME, {"rows": rows})
         each = rows[key]
         ways = {way: round(its.get("predicted", 0), 1) for way, its in each["ways"].items()}
-        print(key, each.get("seconds", each.get("refused")), each.get("attention"), each["one card"], ways, flush=True)
+        chosen = each.get("attention"), each.get("groups")
+        print(key, each.get("seconds", each.get("refused")), *chosen, each["one card"], ways, flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def tried(rank: int, trial: Trial) -> Trial:
     from tiny_pipelines import CASES, run
 
     case = next(case for case in (*CASES, *MORE_CASES) if case.name == trial["name"])
-    single, pipe = case.make(), case.make()
+    single, pipe = (case.make(trial.get("scale", 1)) for _ in range(2))
     if "counts" in trial:
         for each in (single, pipe):
             COUNTERS[trial["counts"]](denoiser_of(each))
@@ -32,7 +32,10 @@ def tried(rank: int, trial: Trial) -> Trial:
     else:
         before = run(pipe, case)
     within = {name: trial[name] for name in ("level", "budget", "plan") if name in trial}
-    parallel = {"context": dist.get_world_size() // 2, "cfg": 2, "attention": trial.get("attention", "auto")}
+    groups: Trial = {"context": dist.get_world_size() // 2, "cfg": 2, "attention": trial.get("attention", "auto")}
+    parallel = trial.get("parallel", groups)
+    if "rates" in trial:
+        with_rates(trial["rates"])
     usual = case.call()
     request = {ours: usual[name] for ours, name in NAMES.items() if name in usual}
     fitted = tightfit.fit(pipe, **within, device=device_of(rank, trial), request=request, parallel=parallel)
@@ -40,24 +43,27 @@ def tried(rank: int, trial: Trial) -> Trial:
         called(single, READERS[trial["reads"]])
     if "reads" in trial and trial.get("reader", rank) == rank:
         called(pipe, READERS[trial["reads"]])
-    found, said = [], []
-    for height in HEIGHTS[: trial.get("calls")]:
-        asked = case.call(height) | trial.get("call", {})
-        if trial.get("fails") == rank:
-            asked["callback_on_step_end"] = fail
+    calls = [case.call(height) | trial.get("call", {}) for height in HEIGHTS[: trial.get("calls")]]
+    if "unguided" in trial:
+        calls[-1] |= {"guidance_scale": 1.0, "num_images_per_prompt": 1}
+    found, said, layouts = [], [], []
+    for asked in calls:
+        failing = {"callback_on_step_end": fail} if trial.get("fails") == rank else {}
         try:
-            found.append(pipe(**asked)[0].float().cpu())
+            found.append(pipe(**anew(asked), **failing)[0].float().cpu())
         except Exception as error:
             ended = {"error": f"{type(error).__name__}: {error}"}
             return ended if "reads" in trial else ended | {"apart": apart(run(pipe, case), before)}
         said.append(list(fitted.report().trace.notes))
-    expected = [single(**case.call(height) | trial.get("call", {}))[0].float() for height in HEIGHTS[: len(found)]]
+        layouts.append([fitted.plan.context, fitted.plan.cfg_groups])
+    expected = [single(**anew(asked))[0].float() for asked in calls]
     report = fitted.report()
     fitted.undo()
     return {
         "apart": max(map(apart, found, expected)),
         "pictures": [hashlib.sha256(picture.numpy().tobytes()).hexdigest() for picture in found],
         "notes": said,
+        "layouts": layouts,
         "counts": counts(),
         "undone": "counts" in trial or bool((run(pipe, case) == before).all()),
         "plan": str(report.plan),
@@ -65,6 +71,25 @@ def tried(rank: int, trial: Trial) -> Trial:
         "peak": max(phase.peak_bytes for phase in report.trace.phases),
         "runs": sum(phase.runs for phase in report.trace.phases if phase.name == "denoise"),
     }
+
+
+def with_rates(rates: dict[str, Any]) -> None:
+    """Let plans be made with these rates of the device."""
+    from tightfit.run.rank_replanning import RankReplanner
+
+    usual = RankReplanner._free_machine
+
+    def machine(self: Any) -> Any:
+        found = usual(self)
+        (own,) = found.accelerators
+        return found.model_copy(update={"accelerators": (own.model_copy(update=rates),)})
+
+    RankReplanner._free_machine = machine  # type: ignore[method-assign]
+
+
+def anew(call: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, with a generator that is not used up."""
+    return call | {"generator": call["generator"].clone_state()}
 
 
 def fail(*_: Any) -> Any:

@@ -504,7 +504,7 @@ def device_maps() -> str:
 
 
 def ranks() -> str:
-    """Cards that share rows: time against one card, bytes sent, peak, and each kind of attention alone."""
+    """Cards that compute a call together: time against one card, bytes sent, peak, and each way alone."""
     rows = []
     for row in read("ranks-simulated")["rows"].values():
         cards = f"{row['cards']} × {row['card']}" + (f" of {row['budget']} GB" if row["budget"] else "")
@@ -520,8 +520,10 @@ def ranks() -> str:
         times = "refused" if alone else format_seconds(one), format_seconds(seconds)
         faster = NONE if alone else f"{one / seconds:.2f} ×"
         said = format_bytes(row["sent"]), format_bytes(row["peak"])
-        rows.append((asked, cards, *times, faster, *said, f"{row['attention']} ({', '.join(ways)})"))
-    head = "", "cards", "one card", "together", "faster", "sent by each", "peak of each", "attention (each alone)"
+        groups = row.get("groups", 1)
+        parts = ["two groups"] * (groups > 1) + [row["attention"]] * (row["cards"] > groups)
+        rows.append((asked, cards, *times, faster, *said, f"{', '.join(parts)} ({', '.join(ways)})"))
+    head = "", "cards", "one card", "together", "faster", "sent by each", "peak of each", "how (each way alone)"
     return table(head, rows)
 
 

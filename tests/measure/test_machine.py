@@ -31,6 +31,7 @@ from tightfit.devices.ram import pinnable_bytes, ram_bytes, ram_free, ram_limit
 from tightfit.files import cache_folder
 from tightfit.measure import host_rates, rates
 from tightfit.measure.disk_rate import disk_rate
+from tightfit.measure.equal_cards import with_equal_rates
 from tightfit.measure.kept_rates import known_accelerator
 from tightfit.measure.rates import Work, device_rates, measure_rates, timed
 from tightfit.report.machine import describe_machine
@@ -262,6 +263,29 @@ def test_the_hosts_seconds_are_the_same_for_all_cards(monkeypatch: pytest.Monkey
     machine = machines._with_overheads(Machine(accelerators=tuple(cards), ram=GIB, cores=1))
     for card in machine.accelerators:
         assert [getattr(card, field) for field in machines._OVERHEADS] == [4e-6, 1.2e-5, 1e-5, 4e-6]
+
+
+def test_equal_cards_have_the_same_rates_but_for_a_link_of_half_the_lanes() -> None:
+    """The first was disturbed while its arithmetic was measured; the third has fewer lanes; the last is another."""
+    both = {"float32": 5e12, "int8": 1e13}
+    measured: list[dict[str, Any]] = [
+        {"product_name": "A", "link_rate": 24e9, "memory_rate": 9e11, "arithmetic_rates": {"float32": 4e12}},
+        {
+            "product_name": "A",
+            "link_rate": 25e9,
+            "memory_rate": 8e11,
+            "arithmetic_rates": {"float32": 5e12, "int8": 1e13},
+        },
+        {"product_name": "A", "link_rate": 12e9, "memory_rate": 9e11, "arithmetic_rates": {"float32": 5e12}},
+        {"product_name": "B", "link_rate": 25e9, "memory_rate": 7e11, "arithmetic_rates": {"float32": 3e12}},
+    ]
+    cards = tuple(Accelerator(name=f"cuda:{i}", kind="cuda", bytes=GIB, **its) for i, its in enumerate(measured))
+    found = with_equal_rates(Machine(accelerators=cards, ram=GIB, cores=1)).accelerators
+    assert [card.link_rate for card in found] == [25e9, 25e9, 12e9, 25e9]
+    assert [card.link_rate_out for card in found] == [None] * 4
+    assert [card.memory_rate for card in found] == [9e11, 9e11, 9e11, 7e11]
+    assert [card.arithmetic_rates for card in found[:3]] == [both] * 3
+    assert found[3] == cards[3]
 
 
 def test_others_at_work_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from plan.test_planner import CARD, MIB, component, passes_of, phase
 from tightfit.plan.component_cost import ComponentCost
 from tightfit.plan.cost_model import CostModel
 from tightfit.plan.planner import make_plan
-from tightfit.plan.rank_attention import shared_weights_reason
+from tightfit.plan.rank_choice import shared_weights_reason
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Budget, Machine
 from tightfit.schema.plan import ComponentPlan, Plan

@@ -107,6 +107,15 @@ def test_ranks_keep_to_their_budgets() -> None:
     assert [each["runs"] for each in pairs] == [3, 2]
 
 
+def test_a_plan_chooses_how_many_groups_and_a_call_without_guidance_changes_it() -> None:
+    trial: Trial = {"name": "StableDiffusion", "budget": "400MB", "parallel": "auto", "scale": 8, "unguided": True}
+    rates = {"arithmetic_rates": {"float32": 1e9}, "exchange_rate": 2e9, "exchange_latency": 20e-6}
+    (said,) = drawn(2, trial | {"rates": rates})
+    for each in said:
+        assert each["layouts"] == [[1, 2], [1, 2], [2, 1]], each
+        assert re.search(r"because: ranks in one group: predicted are .*; with two groups ", each["plan"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["StableDiffusion", "Wan", "Flux"])
 def test_two_groups_of_two_ranks_draw_what_one_process_draws(name: str) -> None:
@@ -119,7 +128,8 @@ def test_two_groups_of_two_ranks_draw_what_one_process_draws(name: str) -> None:
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ({"cfg": 3}, r'"cfg" is 1, or 2 for a group of ranks for each guidance prediction, not 3'),
+        ({"cfg": 3}, r'"cfg" is 1, 2 for a group of ranks for each guidance prediction, or "auto", not 3'),
+        ({"cfg": "auto", "context": 2}, r"is for 2 ranks and the process group has 1"),
         ({"cfg": "2"}, r"not '2'"),
         ({"context": "1"}, r'"context" is a number of ranks, not'),
         ({"cfg": 2}, r"is for 2 ranks, 2 groups of 1, and the process group has 1"),

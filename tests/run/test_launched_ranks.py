@@ -90,7 +90,7 @@ def test_each_rank_has_a_card_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(InputError, match=r"3 ranks or more run on this computer, which has 2 CUDA cards"):
         ranks[2].device(None)
     assert ALONE.device("cuda") == "cuda"
-    assert [ranks[1].parallel(), ranks[1].parallel("ring"), ALONE.parallel("ring")] == [
-        {"context": 3, "attention": "auto"}, {"context": 3, "attention": "ring"}, None,
+    assert [ranks[1].parallel(), ranks[1].parallel("ring", 1), ALONE.parallel("ring")] == [
+        {"cfg": "auto", "attention": "auto"}, {"cfg": 1, "attention": "ring"}, None,
     ]  # fmt: skip
     assert [rank.writes for rank in ranks] == [True, False, False]

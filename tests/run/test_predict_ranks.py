@@ -11,6 +11,7 @@ import torch
 
 from simulator.conftest import ACCELERATOR
 from tightfit import Budget, BudgetTooSmall, PlanError
+from tightfit.apply.context_parallel.guidance_ranks import GuidanceRanks
 from tightfit.apply.context_parallel.row_shares import RowShares
 from tightfit.apply.context_parallel.simulated_ranks import SimulatedRankGroup
 from tightfit.catalog.known import known_card
@@ -23,10 +24,11 @@ from tightfit.run.rank_layout import RankLayout, rank_layout
 from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.machine import Amounts, KernelGroup
 from tightfit.schema.plan import ContextAttention
+from tightfit.schema.rank_option import RankOption
 from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction
 from tightfit.simulator.kernel_costs import KernelCost
-from tightfit.units import parse_rate
+from tightfit.units import format_seconds, parse_rate
 
 REQUEST = Request(height=128, width=128, steps=2)
 LINKED = ACCELERATOR.model_copy(
@@ -34,8 +36,10 @@ LINKED = ACCELERATOR.model_copy(
 )
 
 
-def predicted(layout: RankLayout, limits: Limits | None = None, **choices: Any) -> Prediction:
-    return forecast_ranks(None, "rtx3060", layout, choices, REQUEST, lambda _: contextlib.nullcontext(), limits)
+def predicted(
+    layout: RankLayout, limits: Limits | None = None, request: Request = REQUEST, **choices: Any
+) -> Prediction:
+    return forecast_ranks(None, "rtx3060", layout, choices, request, lambda _: contextlib.nullcontext(), limits)
 
 
 def test_the_fastest_kind_of_attention_is_taken() -> None:
@@ -46,6 +50,37 @@ def test_the_fastest_kind_of_attention_is_taken() -> None:
     assert found.sent_bytes == alone[found.plan.context_attention].sent_bytes > 0
     assert any("attention of ranks" in reason.decision for reason in found.plan.reasons)
     assert found.fits
+
+
+def test_two_groups_are_taken_where_they_are_faster_than_sharing_rows() -> None:
+    """The demo model calls its denoiser with both guidance predictions in a batch, of which each rank has one."""
+    large = Request(height=512, width=512, steps=2, batch=8)
+    found = predicted(RankLayout(2), request=large)
+    one, two = (predicted(RankLayout(2), request=large, cfg_groups=groups) for groups in (1, 2))
+    assert two.trace.seconds < one.trace.seconds
+    assert (found.plan.context, found.plan.cfg_groups, found.trace.seconds) == (1, 2, two.trace.seconds)
+    assert (one.plan.context, one.plan.cfg_groups) == (2, 1)
+    assert 0 < two.sent_bytes < one.sent_bytes
+    (reason,) = (each for each in found.plan.reasons if each.decision.startswith("ranks in "))
+    assert reason.decision == "ranks in two groups, one a guidance prediction"
+    assert f"with one group {format_seconds(one.trace.seconds)}" in reason.because
+    assert not [note for note in found.trace.notes if "whole on every rank" in note]
+    assert predicted(RankLayout(3), level=0).plan.cfg_groups == 1
+
+
+@pytest.mark.parametrize(
+    ("per_node", "kind", "carried"), [(4, "exchange", 1000), (2, "network", 2000), (1, "network", 1000)]
+)
+def test_groups_exchange_over_the_link_that_is_between_them(per_node: int, kind: str, carried: int) -> None:
+    """Ranks 0 and 1 are a group, 2 and 3 the other: what 0 sends to 2 goes beside what 1 sends to 3."""
+    found: list[KernelCost] = []
+    with unlimited_card(LINKED) as card:
+        card.kernel_callbacks.append(found.append)
+        guidance = GuidanceRanks.among(SimulatedRankGroup(0, 4, per_node, card), 2)
+        guidance.swap([torch.empty(1000, dtype=torch.uint8)])
+    assert [(each.kind, each.amounts.traffic) for each in found] == [(kind, carried)]
+    assert (guidance.rows.size, guidance.rows.per_node) == (2, min(per_node, 2))
+    assert guidance.bytes_sent == 1000
 
 
 @pytest.mark.slow
@@ -70,7 +105,7 @@ def test_what_ranks_cannot_share_within_a_budget_each_decodes_in_strips() -> Non
     large = Request(height=512, width=512, steps=2)
     call = SharedCall.of(resolve_model(None)[0], large, known_card("rtx3060"), RankLayout(2))
     with pytest.raises(BudgetTooSmall) as refused:
-        call.ways(["gathered"], {}, Limits(Budget(device=10**6)))
+        call.by_option([RankOption(1, "gathered")], {}, Limits(Budget(device=10**6)))
     needed = refused.value.facts["needed_bytes"]
     assert isinstance(needed, int)
     limits = Limits(Budget(device=int(0.9 * needed)))

@@ -103,7 +103,7 @@ def test_exchanges_are_counted_as_they_are_sent(subject: Subject) -> None:
     counted = sum(group.traffic for group in work_of(call) if group.kind in EXCHANGES)
     with unlimited_card(LINKED) as card:
         run = SimulationRun(meta_copy(subject.pipe), card, {"level": 0}, REQUEST, parallel=parallel)
-        group = run.fitted._parallel.group  # type: ignore[union-attr]
+        group = run.fitted.parallel.group  # type: ignore[union-attr]
         sent: list[int] = []
         denoiser = next(iter(run.denoisers.values()))
 

@@ -63,6 +63,7 @@ def fit(
 ) -> Fitted:
     """Make `pipe` run as a level or a plan says; `tightfit.fit` documents the arguments, and takes budgets too."""
     choices, target = choices_of(level, plan, device)
+    parallel = parallel and parallel.preferring(choices)
     choices |= {} if parallel is None else parallel.choices
     decided = decide(pipe, choices, request, target)
     fitted = apply_plan(pipe, decided, target, count_activations=count_activations, parallel=parallel)
@@ -118,7 +119,7 @@ class Fitted:
     ) -> None:
         """`file_weights`: the weights that are only in files (None: none)."""
         self._device, self._recorder = device, JointRecorder(device, count_activations)
-        self._calls, self._parallel = CallRunner(device, replans), parallel
+        self._calls, self.parallel = CallRunner(device, replans), parallel
         self._trace: Trace | None = None
         self._applied: Callable[[], AppliedPlan | None] = lambda: None
         self._uncap: Callable[[], object] = lambda: None
@@ -152,13 +153,13 @@ class Fitted:
                 self._move(choose_device(plan.device))
             devices = devices_of(plan, self._device, self._recorder)
             self.plan, self.devices = plan, tuple(devices.values())
-            self._parallel = self._parallel and self._parallel.following(plan)
-            shares = shares_weights(self._parallel)
+            self.parallel = self.parallel and self.parallel.following(plan)
+            shares = shares_weights(self.parallel)
             places = DeviceOffloaders(plan, devices, self._recorder, file_weights, shares=shares)
             session = Session(places, self._recorder, self._finished, calls.exceeded, calls.lock, keeps=alone)
             applied = AppliedPlan(file_weights, places, session, undo)
             self._applied = weakref.ref(applied)
-            members = Members(self, applied, plan, self._device, calls, places, session, self._parallel)
+            members = Members(self, applied, plan, self._device, calls, places, session)
             limit_allocators(plan, devices, uncap, calls.remark)
             for name, module in components.items():
                 self._fit_component(name, module, members, devices[plan.device_of(name)], applied)
@@ -199,7 +200,7 @@ class Fitted:
         recorder = self._recorder.of(device.name)
         applied.file_weights.fill(module, applied.places.left_in_files(name, module))
         forward = exported(module, plan)  # before any change: it is checked against the module
-        forward = forward or parallel_forward(name, module, self._parallel, recorder)
+        forward = forward or parallel_forward(name, module, self.parallel, recorder)
         if plan.channels_last:
             undo.callback(channels_last(module))
         applied.places.place(name, module, undo)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -37,6 +37,12 @@ from tightfit.schema.plan import ComponentPlan, Plan
 __all__ = ["Members"]
 
 
+class MembersHandle(PlanHandle, Protocol):
+    """A pipeline's handle, which knows the ranks that follow its plan, too (None: there are none)."""
+
+    parallel: ContextParallel | None
+
+
 @dataclass(frozen=True)
 class Members:
     """Makes the members of a pipeline on `device` and of its components, which follow `plan` by this `handle`.
@@ -44,14 +50,13 @@ class Members:
     All keep `applied`, which undoes the plan: also a component that is only in another pipeline by now.
     """
 
-    handle: PlanHandle
+    handle: MembersHandle
     applied: object
     plan: Plan
     device: Device
     calls: CallRunner
     places: DeviceOffloaders
     session: Session
-    parallel: ContextParallel | None
 
     def of_component(self, name: str, module: nn.Module, device: Device, undo: ExitStack) -> dict[str, Any]:
         """Return the members of `module`, the component `name`, which runs on `device`."""
@@ -102,11 +107,11 @@ class Members:
         members: dict[str, Any] = {**self._kept(), **batch_or_split(module, plan, recorder.note)}
         called = working("forward", cached(members.get("__call__", original.__call__)))
         busy = lambda: session.busy  # noqa: E731
-        members["__call__"] = parallel_call(name, module, plan, self.parallel, recorder, called, busy)
+        members["__call__"] = parallel_call(name, module, plan, self.handle.parallel, recorder, called, busy)
         if role == "autoencoder":
             methods = wrap_vae_methods(original, self.plan.vae, device, recorder, undo)
-            if self.parallel is not None and self.plan.vae.shared:
-                methods = parallel_methods(name, original, methods, self.parallel, recorder)
+            if (ranks := self.handle.parallel) is not None and self.plan.vae.shared:
+                methods = parallel_methods(name, original, methods, ranks, recorder)
             members |= {method: working(method, cut) for method, cut in methods.items()}
         if hasattr(original, "save_pretrained"):
             members |= saving_members(original)
@@ -122,7 +127,7 @@ class Members:
         settings, handle = self.plan.components.get(name, ComponentPlan()).cache, self.handle
         if settings is None:
             return lambda call: call
-        if self.parallel is not None:
+        if handle.parallel is not None:
             raise PlanError(
                 f"{name}: networks whose rows {self.plan.context} ranks share take no cache={settings.strategy}"
             )
@@ -145,12 +150,15 @@ class Members:
     def of_pipeline(self, original: type) -> dict[str, Any]:
         """Return the members of a pipeline of the class `original`."""
         handle, calls, device = self.handle, self.calls, self.device.torch_device
-        parallel, own = self.parallel, self.device
-        work = (
-            original.__call__
-            if parallel is None
-            else parallel.noting(original.__call__, handle.recorder.note, lambda: handle.session)
-        )
+        parallel, own = handle.parallel, self.device
+
+        def on_ranks(*args: Any, **kwargs: Any) -> Any:
+            ranks = handle.parallel  # of the plan that is followed by now
+            assert ranks is not None
+            run = functools.partial(original.__call__, *args, **kwargs)
+            return ranks.noted(run, handle.recorder.note, handle.session)
+
+        work = original.__call__ if parallel is None else on_ranks
 
         @functools.wraps(original.__call__)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:

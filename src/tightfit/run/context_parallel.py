@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,35 +21,29 @@ from tightfit.measure.modules import HANDLE, find_components, find_role
 from tightfit.run.doubled_calls import doubled_inputs_of
 from tightfit.run.limits import Limits
 from tightfit.schema.plan import ContextAttention
+from tightfit.schema.rank_option import RankOption, rank_options
 from tightfit.schema.request import Request
 
-__all__ = ["AskedParallelism", "doubled_of", "parallelism_of", "refuse_beside_ranks"]
+__all__ = ["doubled_of", "measured_ranks", "parallelism_of", "refuse_beside_ranks"]
 
 KINDS = ("context", "cfg", "attention")  # of parallelism
 
 
-class AskedParallelism(NamedTuple):
-    """The ranks that a user asked for, and the kinds of attention from which a plan may choose."""
-
-    ranks: ContextParallel
-    ways: tuple[ContextAttention, ...]
-
-    def measured(self, device: Device) -> AskedParallelism:
-        """Return the same, with what it takes the ranks to send tensors on `device`. Collective."""
-        group = self.ranks.group
-        with group.call():
-            rates = group.exchange_rates(device.torch_device, device.synchronize)
-        return self._replace(ranks=replace(self.ranks, exchange_rates=rates))
+def measured_ranks(ranks: ContextParallel, device: Device) -> ContextParallel:
+    """Return the same `ranks`, with what it takes them to send tensors on `device`. Collective."""
+    with ranks.group.call():
+        return replace(ranks, exchange_rates=ranks.group.exchange_rates(device.torch_device, device.synchronize))
 
 
 def parallelism_of(
     pipe: Any, parallel: str | Mapping[str, Any] | None, request: Request | Mapping[str, Any] | None
-) -> AskedParallelism | None:
-    """Return how `pipe` runs on all ranks of the default process group; None if `parallel` is None, or for one rank.
+) -> ContextParallel | None:
+    """Return how `pipe` may run on all ranks of the default process group; None if `parallel` is None, or for one rank.
 
     `parallel` is "auto" or a mapping: "context", the number of ranks that share rows; "cfg", 2 for two groups of that
-    many ranks, of which each computes one guidance prediction; and "attention", how that reaches the keys of other
-    ranks: "gathered", "ring" or "heads". Collective: every rank calls it. Raises PlanError.
+    many ranks, of which each computes one guidance prediction, or "auto" for as many as are faster; and "attention",
+    how that reaches the keys of other ranks: "gathered", "ring", "heads" or "auto". Where there is a choice, the ranks
+    are by the first of their options. Collective: every rank calls it. Raises PlanError.
     """
     if parallel is None:
         return None
@@ -67,17 +61,21 @@ def parallelism_of(
             f"{dist.get_backend()!r}", backend=dist.get_backend(),
         )  # fmt: skip
     group = RankGroup()
-    context, groups, ways = _checked(parallel, group.size)
+    options = _options(parallel, group.size)
     if group.size == 1:
         return None
     if (earlier := getattr(pipe, HANDLE, None)) is not None:  # only an unmodified pipeline can be measured
         earlier.undo()
     asked = Request.from_mapping(request) if isinstance(request, Mapping) else request or Request()
-    guidance = GuidanceRanks.among(group, context) if groups > 1 else None
-    doubled = doubled_of(pipe, asked) if context > 1 else {}
-    equal, weights = RowShares.equal(context), WeightSharing.among(group, find_components(pipe))
-    ranks = ContextParallel(group, equal, ways[0], doubled, guidance=guidance, weights=weights)
-    return AskedParallelism(ranks, ways)
+    counts = {option.cfg_groups for option in options}
+    two = GuidanceRanks.among(group, group.size // GROUPS) if GROUPS in counts else None
+    doubled = doubled_of(pipe, asked) if min(counts) < group.size else {}
+    first, weights = options[0], WeightSharing.among(group, find_components(pipe))
+    equal = RowShares.equal(group.size // first.cfg_groups)
+    return ContextParallel(
+        group, equal, first.context_attention, doubled, guidance=two if first.cfg_groups == GROUPS else None,
+        two_groups=two if len(counts) > 1 else None, options=options, weights=weights,
+    )  # fmt: skip
 
 
 def refuse_beside_ranks(parallel: str | Mapping[str, Any] | None, beside: str | Limits) -> None:
@@ -95,35 +93,37 @@ def refuse_beside_ranks(parallel: str | Mapping[str, Any] | None, beside: str | 
         )
 
 
-def _checked(parallel: str | Mapping[str, Any], size: int) -> tuple[int, int, tuple[ContextAttention, ...]]:
-    """Return how many ranks share rows, in how many groups, and the kinds of attention to choose from.
+def _options(parallel: str | Mapping[str, Any], size: int) -> tuple[RankOption, ...]:
+    """Return the ways in which `size` ranks may compute together, the default first.
 
-    The default is the first. Raises PlanError where `parallel` is invalid, or for another number of ranks.
+    Raises PlanError where `parallel` is invalid, or for another number of ranks.
     """
     if isinstance(parallel, str):
         if parallel != "auto":
             raise PlanError(f'parallel is "auto" or a mapping such as {{"context": {size}}}, not {parallel!r}')
-        return size, 1, get_args(ContextAttention)
+        parallel = {"cfg": "auto"}
     for name in parallel:
         if name not in KINDS:
             raise PlanError(unknown_name("kind of parallelism", name, KINDS), name=name)
     groups = parallel.get("cfg", 1)
-    if type(groups) is not int or groups not in (1, GROUPS):
+    if groups != "auto" and (type(groups) is not int or groups not in (1, GROUPS)):
         raise PlanError(
-            f'parallel={dict(parallel)}: "cfg" is 1, or {GROUPS} for a group of ranks for each guidance prediction, '
-            f"not {groups!r}", cfg=groups,
+            f'parallel={dict(parallel)}: "cfg" is 1, {GROUPS} for a group of ranks for each guidance prediction, or '
+            f'"auto", not {groups!r}', cfg=groups,
         )  # fmt: skip
-    context = parallel.get("context", max(size // groups, 1))
+    counts = [groups] if groups != "auto" else [1, GROUPS] if size % GROUPS == 0 else [1]
+    contexts = {count: parallel.get("context", max(size // count, 1)) for count in counts}
+    fewest, context = next(iter(contexts.items()))
     if type(context) is not int:
         raise PlanError(f'parallel={dict(parallel)}: "context" is a number of ranks, not {context!r}', context=context)
-    if context * groups != size:
-        asked = f"{context * groups} ranks" + f", {groups} groups of {context}," * (groups > 1)
+    found = [count for count, its in contexts.items() if its * count == size]
+    if not found:
+        asked = f"{context * fewest} ranks" + f", {fewest} groups of {context}," * (fewest > 1)
         raise PlanError(
             f"parallel={dict(parallel)} is for {asked} and the process group has {size}",
-            asked=context * groups, size=size,
+            asked=context * fewest, size=size,
         )  # fmt: skip
-    ways = _ways(parallel)
-    return context, groups, ways if context > 1 else ways[:1]
+    return rank_options(size, found, _ways(parallel))
 
 
 def _ways(parallel: Mapping[str, Any]) -> tuple[ContextAttention, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tightfit.apply import fitting
+from tightfit.apply.context_parallel.executor import ContextParallel
 from tightfit.apply.fitting import Fitted, apply_plan
 from tightfit.apply.other_offloading import refuse_offloaded
 from tightfit.apply.replaced_offloading import offloading_device, replaced
@@ -18,7 +19,7 @@ from tightfit.devices.device import Device
 from tightfit.errors import PlanError
 from tightfit.measure.modules import HANDLE, find_components
 from tightfit.run.call_arguments import request_of_example
-from tightfit.run.context_parallel import AskedParallelism, parallelism_of, refuse_beside_ranks
+from tightfit.run.context_parallel import measured_ranks, parallelism_of, refuse_beside_ranks
 from tightfit.run.device_maps import DeviceMapLike, MaxMemory, refuse_beside_map, target_of_map
 from tightfit.run.limits import BudgetLike, limits_for
 from tightfit.run.plan_options import request_to_plan
@@ -104,10 +105,11 @@ def fit(
 
     `parallel={"context": 2}` runs denoisers and autoencoders on both ranks of a process group together: each computes
     a share of the rows of every operation, and all get the same result. Every rank fits its own copy of the pipeline,
-    with a level, a plan or a budget for its own device, and makes the same calls, with the same seeds. "auto" takes
-    all ranks; "attention" is how attention reaches the keys of other ranks: "gathered", "ring", "heads", or "auto" (the
-    default), with which a budget's plan takes the fastest that fits on all ranks. With `"cfg": 2` there are two groups
-    of that many ranks, of which each computes one of the two guidance predictions of a step.
+    with a level, a plan or a budget for its own device, and makes the same calls, with the same seeds. "attention" is
+    how attention reaches the keys of other ranks: "gathered", "ring", "heads", or "auto" (the default), with which a
+    budget's plan takes the fastest that fits on all ranks. With `"cfg": 2` there are two groups of that many ranks, of
+    which each computes one of the two guidance predictions of a step; with `"cfg": "auto"` a budget's plan has them
+    where they are faster. `parallel="auto"` takes all ranks, and leaves both to the plan.
 
     On a card the allocator counts bytes at no cost. On other devices each operation is observed, which takes tens of
     microseconds: nothing beside large layers, half of the time with tiny ones. `count_activations=False` turns this
@@ -141,15 +143,15 @@ def fit(
         device = offloading_device(pipe)
     if limits is not None:
         planned = request_to_plan(request, example)
-        asked = parallelism_of(pipe, parallel, request)
-        return _fit_within(pipe, plan_target_of(limits, device), planned, example, count_activations, asked)
-    asked = parallelism_of(pipe, parallel, request)
+        ranks = parallelism_of(pipe, parallel, request)
+        return _fit_within(pipe, plan_target_of(limits, device), planned, example, count_activations, ranks)
+    ranks = parallelism_of(pipe, parallel, request)
     fitted = fitting.fit(
         pipe, level=level, plan=plan, request=request, device=device, count_activations=count_activations,
-        parallel=asked and asked.ranks,
+        parallel=ranks,
     )  # fmt: skip
-    if asked is not None:
-        asked.ranks.share_weights(fitted.session)
+    if ranks is not None:
+        ranks.share_weights(fitted.session)
     return fitted
 
 
@@ -159,7 +161,7 @@ def _fit_within(
     request: Request | None,
     example: Mapping[str, Any] | None,
     count_activations: bool,
-    asked: AskedParallelism | None = None,
+    ranks: ContextParallel | None = None,
 ) -> Fitted:
     if isinstance(pipe, nn.Module):
         raise PlanError(f"a budget is for a whole pipeline: give a single {type(pipe).__name__} a level or a plan")
@@ -168,10 +170,9 @@ def _fit_within(
     earlier = getattr(pipe, HANDLE, None)
     if earlier is not None:
         earlier.undo()
-    asked = asked and asked.measured(plan_target.devices[0])
-    ranks = asked and asked.ranks
+    ranks = ranks and measured_ranks(ranks, plan_target.devices[0])
     with replaced(pipe), nullcontext() if ranks is None else ranks.group.call():
-        replanner = RankReplanner(pipe, plan_target, *asked) if asked else Replanner(pipe, plan_target)
+        replanner = RankReplanner(pipe, plan_target, ranks) if ranks else Replanner(pipe, plan_target)
         plan = replanner.first_plan(pipe) if call_request is None else replanner.plan(pipe, call_request, example)
         target = plan_target.host_of(plan)
         fitted = apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner, parallel=ranks)

@@ -86,7 +86,7 @@ class Job:
         if self.model is None:
             self.request = demo_request(self.request)
         elapsed = stopwatch()
-        parallel = self.rank.parallel(self.choices.get("context_attention"))
+        parallel = self.rank.parallel(self.choices.get("context_attention"), self.choices.get("cfg_groups"))
         self._pipe, self.fitted = self._run_target.load(self._folder, self.request, parallel)
         if self._run_target.plan_target is not None:
             self._target = self._run_target.plan_target.host_of(self.fitted.plan)

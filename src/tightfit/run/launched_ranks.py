@@ -45,9 +45,9 @@ class LaunchedRank:
         first_here = self.rank - self.local_rank
         return self.local_rank == (1 if ended == first_here else 0)
 
-    def parallel(self, attention: str | None = None) -> dict[str, Any] | None:
-        """Return the `parallel` of `fit`, with this kind of attention (None: the fastest)."""
-        return {"context": self.size, "attention": attention or "auto"} if self.size > 1 else None
+    def parallel(self, attention: str | None = None, groups: int | None = None) -> dict[str, Any] | None:
+        """Return the `parallel` of `fit`, with this kind of attention, in so many groups (None: the fastest)."""
+        return {"cfg": groups or "auto", "attention": attention or "auto"} if self.size > 1 else None
 
     def device(self, named: str | None) -> str | None:
         """Return the device of this rank: `named`, or of several cards the one with its number."""

@@ -18,7 +18,7 @@ from tightfit.checkpoint.lazy_loading import LeftInFiles, build_lazily, networks
 from tightfit.devices.device import Device
 from tightfit.errors import InputError, PlanError, unknown_name
 from tightfit.run.call_arguments import request_of_example
-from tightfit.run.context_parallel import parallelism_of, refuse_beside_ranks
+from tightfit.run.context_parallel import measured_ranks, parallelism_of, refuse_beside_ranks
 from tightfit.run.device_maps import DeviceMapLike, MaxMemory, refuse_beside_map, target_of_map
 from tightfit.run.limits import BudgetLike, limits_for
 from tightfit.run.models import DTYPES, at_home, find_model, stored_dtype
@@ -127,15 +127,16 @@ def _load_under(
     """Load a pipeline or a network under a level or a plan, whose fields are `choices`."""
     left = _nothing_left if by_level and parallel is None else None  # a level leaves nothing in files
     with build_lazily(path, folder, getattr(torch, dtype), left) as checkpoint:
-        shared = parallelism_of(checkpoint.pipe, parallel, request)
-        decided = decide(checkpoint.pipe, choices | (shared.ranks.choices if shared else {}), request, target)
+        ranks = parallelism_of(checkpoint.pipe, parallel, request)
+        ranks = ranks and ranks.preferring(choices)
+        decided = decide(checkpoint.pipe, choices | (ranks.choices if ranks else {}), request, target)
         file_weights = checkpoint.fill(_left_by(decided, target))
     fitted = Fitted(
         checkpoint.pipe, decided, target, count_activations=count_activations, file_weights=file_weights,
-        parallel=shared and shared.ranks,
+        parallel=ranks,
     )  # fmt: skip
-    if shared is not None:
-        shared.ranks.share_weights(fitted.session)
+    if ranks is not None:
+        ranks.share_weights(fitted.session)
     return Loaded(checkpoint.pipe, fitted)
 
 
@@ -175,13 +176,13 @@ def load_on_rank(
     with build_lazily(folder.path, folder, getattr(torch, dtype)) as checkpoint:
         pipe, target = checkpoint.pipe, plan_target.devices[0]
         call_request = request or Request() if example is None else request_of_example(pipe, example)
-        shared = parallelism_of(pipe, parallel, call_request)
-        if shared is None:  # the only rank
+        ranks = parallelism_of(pipe, parallel, call_request)
+        if ranks is None:  # the only one
             made = plan_within(folder.path, request, plan_target, dtype, example)
             return load_made(folder, dtype, plan_target, made, count_activations=count_activations)
-        ranks, ways = shared.measured(target)
+        ranks = measured_ranks(ranks, target)
         with ranks.group.call():
-            replans = RankReplanner(pipe, plan_target, ranks, ways)
+            replans = RankReplanner(pipe, plan_target, ranks)
             plan = replans.plan(pipe, call_request, example)
             file_weights = checkpoint.fill(_left_by(plan, target))
             fitted = Fitted(

@@ -21,6 +21,7 @@ from tightfit.devices.memory import resident_bytes, trim_heap
 from tightfit.devices.ram import group_memory, held_bytes
 from tightfit.errors import BudgetTooSmall, InputError, RequestError
 from tightfit.files import replacing
+from tightfit.measure.equal_cards import with_equal_rates
 from tightfit.measure.kept_rates import kept_file, known_accelerator, machine_key, read_kept
 from tightfit.measure.modules import find_components, weight_tensors
 from tightfit.measure.rates import Progress, measure_rates
@@ -87,7 +88,7 @@ def measured_machine(*, again: bool = False, on_progress: Progress = lambda name
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):  # layers that are measured draw their weights
-        rated = _with_overheads(measure_rates(machine, file.parent, on_progress))
+        rated = with_equal_rates(_with_overheads(measure_rates(machine, file.parent, on_progress)))
     with contextlib.suppress(OSError), replacing(file) as partial:
         partial.write_text(json.dumps(kept | {key: rated.to_mapping()}))
     return rated

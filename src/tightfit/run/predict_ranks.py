@@ -6,6 +6,7 @@ Shares are equal, so the first rank has the most rows, and the second has neighb
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 
 from tightfit.apply.context_parallel.doubled_inputs import DoubledInputs
 from tightfit.apply.context_parallel.executor import ContextParallel
+from tightfit.apply.context_parallel.guidance_ranks import GROUPS, GuidanceRanks
 from tightfit.apply.context_parallel.row_shares import RowShares
 from tightfit.apply.context_parallel.simulated_ranks import SimulatedRankGroup
 from tightfit.catalog.known import card_called, known_card
@@ -22,12 +24,13 @@ from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import quietly
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.default_rates import computer_with
-from tightfit.plan.rank_attention import (
+from tightfit.plan.rank_choice import (
     alone_reason,
-    attention_reason,
     exchange_reason,
     exchanged_bytes,
     exchanges_of,
+    option_reasons,
+    options_to_try,
 )
 from tightfit.run.answer_cache import Missing
 from tightfit.run.calibration import CalibrationStore, PlanningInputs
@@ -42,6 +45,7 @@ from tightfit.run.simulate import pipeline_for
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ContextAttention, Plan
+from tightfit.schema.rank_option import RankOption, rank_options
 from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction
 
@@ -56,9 +60,9 @@ def forecast_ranks(
 ) -> Prediction:  # fmt: skip
     """Predict the call `request` of `model` on the cards of `layout`, all like the known `card`.
 
-    Each runs it under `choices` of Plan fields, or under the plan for it within `limits`. Unless `choices` say how
-    attention reaches the keys of other ranks, the fastest way that fits is taken. Slow steps run inside `say(…)`.
-    Raises as `forecast` does.
+    Each runs it under `choices` of Plan fields, or under the plan for it within `limits`. Unless `choices` say in how
+    many groups, and how attention reaches the keys of other ranks, the fastest that fits is taken; a level has one
+    group. Slow steps run inside `say(…)`. Raises as `forecast` does.
     """
     if card is None or "," in card:
         raise PlanError(
@@ -71,31 +75,44 @@ def forecast_ranks(
         raise PlanError(f"networks of {layout.ranks} ranks take no step cache: leave out {said}")
     if request.backward is not None:
         raise PlanError(f"ranks run calls with gradients whole: leave out --backward {request.backward}")
-    if (planned := choices.get("context", layout.ranks)) != layout.ranks:
-        raise PlanError(f"the plan is for {planned} ranks, and these are {layout.ranks}", context=planned)
+    options = _options(layout, choices, limits)
     which, _ = resolve_model(model)
     accelerator = known_card(card).model_copy(update={"network_rate": layout.link_rate})
-    asked = choices.get("context_attention")
     with say("planning"):
         call = SharedCall.of(which, demo_request(request) if model is None else request, accelerator, layout)
         call = replace(call, shares=Plan.from_mapping({"level": 0, **choices}).vae.shared)
-        ways = get_args(ContextAttention) if asked is None else (asked,)
         reasons = []
         try:
-            found = call.ways(ways, choices, limits)
+            found = call.by_option(options, choices, limits)
         except BudgetTooSmall as refusal:
             call, reasons = replace(call, shares=False), [alone_reason(refusal)]
-            found = call.ways(ways, choices, limits)
-        fitting = {way: each.trace.seconds for way, each in found.items() if each.fits}
-        way = min(fitting or found, key=lambda way: found[way].trace.seconds)
-        prediction = found[way]
+            found = call.by_option(options, choices, limits)
+        seconds = {option: _seconds(its) for option, its in found.items()}
+        known = {option: its for option, its in found.items() if its is not None}
+        option = min(known, key=lambda option: (seconds[option], known[option].trace.seconds))
+        prediction = known[option]
         if layout.ranks > 2:
-            prediction = _joined(prediction, call.predicted(1, way, choices, limits))
-    reasons += [attention_reason(way, fitting)] if fitting and asked is None else []
+            prediction = _joined(prediction, call.predicted(1, option, choices, limits))
+    reasons += option_reasons(option, seconds, layout.ranks)
     plan = prediction.plan.model_copy(update={"reasons": (*prediction.plan.reasons, *reasons)})
     title = which if isinstance(which, str) else model or "the demo model"
     cards = f"{layout.described} × {card_called(card)}"
     return prediction.model_copy(update={"plan": plan, "model": title, "card": cards})
+
+
+def _options(layout: RankLayout, choices: Mapping[str, Any], limits: Limits | None) -> tuple[RankOption, ...]:
+    """Return the ways in which the ranks of `layout` may compute. PlanError where `choices` are for other ranks."""
+    ranks, fields = layout.ranks, Plan.from_mapping({"level": 0, **choices})
+    groups = [fields.cfg_groups]
+    planned_anew = limits is not None or not choices.keys() - {"context", *RankOption._fields}
+    if planned_anew and "cfg_groups" not in choices and ranks % GROUPS == 0:
+        groups = [1, GROUPS]
+    planned = [choices.get("context", max(ranks // count, 1)) * count for count in groups]
+    if ranks not in planned:
+        raise PlanError(f"the plan is for {planned[0]} ranks, and these are {ranks}", context=planned[0])
+    groups = [count for count, its in zip(groups, planned, strict=True) if its == ranks]
+    ways = (fields.context_attention,) if "context_attention" in choices else get_args(ContextAttention)
+    return rank_options(ranks, groups, ways)
 
 
 @dataclass(frozen=True)
@@ -117,61 +134,76 @@ class SharedCall:
             pipe, whole = pipeline_for(model, request, getattr(torch, dtype) if dtype else None)
             return cls(model, request, accelerator, layout, dtype, doubled_of(pipe, whole))
 
-    def ways(
-        self, ways: Sequence[ContextAttention], choices: Mapping[str, Any], limits: Limits | None
-    ) -> dict[ContextAttention, Prediction]:
-        """Return what the first rank does, by kind of attention, for those that fit. Raises BudgetTooSmall."""
-        found, refusal = dict[ContextAttention, Prediction](), None
-        for way in ways:
-            try:
-                found[way] = self.predicted(0, way, choices, limits)
-            except BudgetTooSmall as error:
-                refusal = error
-        if refusal is not None and not found:
+    def by_option(
+        self, options: Sequence[RankOption], choices: Mapping[str, Any], limits: Limits | None
+    ) -> dict[RankOption, Prediction | None]:
+        """Return what the first rank does by each of `options` that is tried; None where it does not fit `limits`.
+
+        Raises BudgetTooSmall if it never does.
+        """
+        found, refusal = dict[RankOption, Prediction | None](), None
+        seconds: dict[RankOption, float] = {}
+        while tried := options_to_try(options, seconds):
+            for option in tried:
+                try:
+                    found[option] = self.predicted(0, option, choices, limits)
+                except BudgetTooSmall as error:
+                    refusal, found[option] = error, None
+                seconds[option] = _seconds(found[option])
+        if refusal is not None and not any(found.values()):
             raise refusal
         return found
 
-    def predicted(
-        self, rank: int, way: ContextAttention, choices: Mapping[str, Any], limits: Limits | None
-    ) -> Prediction:
-        """Return what `rank` does, with attention in that `way`. Raises BudgetTooSmall."""
+    def predicted(self, rank: int, option: RankOption, choices: Mapping[str, Any], limits: Limits | None) -> Prediction:
+        """Return what `rank` does by that `option`. Raises BudgetTooSmall."""
         layout, machine = self.layout, computer_with(self.accelerator)
-        on_ranks = {"context": layout.ranks, "context_attention": way}
+        on_ranks = self.ranks(rank, option).choices
         if limits is None and choices.keys() - on_ranks.keys():
-            fields, footprint = {**choices, **on_ranks}, self._footprint(rank, way, lambda _: ())
+            fields, footprint = {**choices, **on_ranks}, self._footprint(rank, option, lambda _: ())
         else:
             within, past = limits or Limits(None), CalibrationStore(None, self.accelerator)
             inputs = functools.partial(PlanningInputs, machine=machine, past=past)
-            footprint = self._footprint(rank, way, lambda bare: inputs(bare).missing(within))
+            footprint = self._footprint(rank, option, lambda bare: inputs(bare).missing(within))
             plan = inputs(footprint).plan(within)
             reasons = (*plan.reasons, exchange_reason(footprint, layout.per_node))
             vae = plan.vae.model_copy(update={"shared": self.shares})
             plan = plan.model_copy(update={**on_ranks, "vae": vae, "reasons": reasons})
             fields = plan.model_dump(mode="json", exclude={"device", "request"})
         found = counted(footprint, self.accelerator, fields, title="", card=None, note=NOTE)
-        trace = found.trace.model_copy(update={"notes": (*found.trace.notes, *self._whole(footprint))})
+        trace = found.trace.model_copy(update={"notes": (*found.trace.notes, *self._whole(footprint, option))})
         return found.model_copy(update={"trace": trace, "sent_bytes": exchanged_bytes(footprint, layout.per_node)})
 
-    def ranks(self, rank: int, way: ContextAttention) -> ContextParallel:
-        """Return the ranks that share the rows, as seen by `rank`."""
+    def ranks(self, rank: int, option: RankOption) -> ContextParallel:
+        """Return the ranks that compute together, as seen by `rank`."""
         count, per_node = self.layout.ranks, self.layout.per_node
-        group, equal = SimulatedRankGroup(rank, count, per_node), RowShares.equal(count)
-        return ContextParallel(group, equal, way, self.doubled, shares_autoencoders=self.shares)
+        group, context = SimulatedRankGroup(rank, count, per_node), count // option.cfg_groups
+        guidance = GuidanceRanks.among(group, context) if option.cfg_groups > 1 else None
+        return ContextParallel(
+            group, RowShares.equal(context), option.context_attention, self.doubled, guidance=guidance,
+            shares_autoencoders=self.shares,
+        )  # fmt: skip
 
-    def _footprint(self, rank: int, way: ContextAttention, missing: Missing) -> Footprint:
+    def _footprint(self, rank: int, option: RankOption, missing: Missing) -> Footprint:
         subject = self.model if isinstance(self.model, str) else self.model.path
         expandable = self.accelerator.expandable_refused is None
-        measurer = Measurer(subject, self.dtype, expandable=expandable, parallel=self.ranks(rank, way))
+        measurer = Measurer(subject, self.dtype, expandable=expandable, parallel=self.ranks(rank, option))
         return measurer.measure(self.request, None, missing)
 
-    def _whole(self, footprint: Footprint) -> Iterator[str]:
-        """Yield a sentence on each denoiser that every rank runs whole."""
+    def _whole(self, footprint: Footprint, option: RankOption) -> Iterator[str]:
+        """Yield a sentence on each denoiser that every rank runs whole, though a group has several."""
+        if option.cfg_groups == self.layout.ranks:
+            return
         sharing = {call.component for phase in footprint.phases for call in phase.calls if exchanges_of(call)}
         for component in footprint.components:
             if component.role == "denoiser" and component.name not in sharing:
                 reason = self.doubled.get(component.name, "it is not called")
                 because = reason if isinstance(reason, str) else f"it cannot be divided among {self.layout.ranks} ranks"
                 yield f"{component.name} runs whole on every rank: {because}"
+
+
+def _seconds(prediction: Prediction | None) -> float:
+    """The predicted seconds; infinite if the call does not fit."""
+    return prediction.trace.seconds if prediction is not None and prediction.fits else math.inf
 
 
 def _joined(one: Prediction, other: Prediction) -> Prediction:

@@ -5,21 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from tightfit.apply.context_parallel.executor import ContextParallel
 from tightfit.errors import BudgetTooSmall
 from tightfit.measure.call_log import CallLog
-from tightfit.plan.rank_attention import alone_reason, attention_reason, exchange_reason, shared_weights_reason
+from tightfit.plan.rank_choice import (
+    alone_reason,
+    exchange_reason,
+    option_reasons,
+    options_to_try,
+    shared_weights_reason,
+)
 from tightfit.run.calibration import PlanningInputs
 from tightfit.run.call_arguments import CallShape
 from tightfit.run.footprints import Measurer
 from tightfit.run.plan_target import PlanTarget
 from tightfit.run.replanning import Replanner
 from tightfit.schema.machine import Machine
-from tightfit.schema.plan import ContextAttention, Plan
+from tightfit.schema.plan import Plan
+from tightfit.schema.rank_option import RankOption
 from tightfit.schema.request import Request
 
 __all__ = ["RankReplanner"]
@@ -28,18 +35,16 @@ __all__ = ["RankReplanner"]
 class RankReplanner(Replanner):
     """Makes plans for this rank of `parallel`. Each rank has its own device and budget, and so its own weights there.
 
-    How attention reaches the keys of other ranks must be the same on all of them: of the `ways` the one with which the
-    slowest rank is fastest. Where no way fits on every rank, each runs autoencoders whole, in strips if need be; where
-    none fits then, all raise BudgetTooSmall.
+    In how many groups they compute, and how attention reaches the keys of other ranks, must be the same on all of them:
+    of the options of `parallel` the one with which the slowest rank is fastest. Where none fits on every rank, each
+    runs autoencoders whole, in strips if need be; where none fits then, all raise BudgetTooSmall.
     """
 
     retries = False  # the other ranks' calls have ended by then
     keeps_whole = False  # other ranks may have plans that are not kept
 
-    def __init__(
-        self, pipe: Any, plan_target: PlanTarget, parallel: ContextParallel, ways: Sequence[ContextAttention]
-    ) -> None:
-        self._parallel, self._ways = parallel, tuple(ways)
+    def __init__(self, pipe: Any, plan_target: PlanTarget, parallel: ContextParallel) -> None:
+        self._parallel = parallel
         self._any: Measurer | Exception
         super().__init__(pipe, plan_target)
 
@@ -55,7 +60,7 @@ class RankReplanner(Replanner):
 
     def for_direct_calls(self, now: Plan, because: str) -> Plan | None:
         plan = super().for_direct_calls(now, because)
-        return plan and self._on_ranks(plan)
+        return plan and self._on_ranks(plan, RankOption(now.cfg_groups, now.context_attention))
 
     def for_held(self, pipe: Any, now: Plan, held: int) -> Plan:
         """Return the plan `now`: another one could not be agreed upon with ranks that hold less."""
@@ -90,51 +95,55 @@ class RankReplanner(Replanner):
     def _chosen(
         self, request: Request, shape: CallShape, given: Mapping[str, Any] | None, log: CallLog | None, *, shares: bool
     ) -> Plan:
-        """Return the plan with the kind of attention that all ranks agree on; `shares`: rows of autoencoders, too."""
-        found: dict[ContextAttention, tuple[Plan, PlanningInputs | None]] = {}
+        """Return the plan by the option that all ranks agree on; `shares`: rows of autoencoders, too."""
+        found: dict[RankOption, tuple[Plan, PlanningInputs | None]] = {}
+        seconds: dict[RankOption, float] = {}
         refusal = None
-        for way in self._ways:
-            parallel = replace(self._parallel, attention=way, shares_autoencoders=shares)
-            self._measurer = self._any.on(parallel) if isinstance(self._any, Measurer) else self._any
-            self._inputs_by_shape.pop(shape, None)
-            if log is not None:
-                self._logs[shape] = log
-            try:
-                plan = super()._new(request, shape, given)
-            except BudgetTooSmall as error:
-                refusal = error
-            else:
-                found[way] = self._on_ranks(plan, way, shares=shares), self._inputs_by_shape.get(shape)
-        seconds = self._agreed({way: _seconds(plan) for way, (plan, _) in found.items()}, refusal)
-        way = min(seconds, key=lambda way: seconds[way])
-        plan, inputs = found[way]
+        while tried := options_to_try(self._parallel.options, seconds):
+            for option in tried:
+                parallel = replace(self._parallel.by(option), shares_autoencoders=shares)
+                self._measurer = self._any.on(parallel) if isinstance(self._any, Measurer) else self._any
+                self._inputs_by_shape.pop(shape, None)
+                if log is not None:
+                    self._logs[shape] = log
+                try:
+                    plan = super()._new(request, shape, given)
+                except BudgetTooSmall as error:
+                    refusal = error
+                else:
+                    found[option] = self._on_ranks(plan, option, shares=shares), self._inputs_by_shape.get(shape)
+            own = [_seconds(found[option][0]) if option in found else math.inf for option in tried]
+            seconds |= zip(tried, self._slowest(own), strict=True)
+        option = min(seconds, key=lambda option: seconds[option])
+        if seconds[option] == math.inf:
+            self._refuse(refusal)
+        plan, inputs = found[option]
         if inputs is not None:
             self._inputs_by_shape[shape] = inputs
             self.calibration_recorder.studies(plan, inputs)
-        reasons = [] if len(self._ways) == 1 else [attention_reason(way, seconds)]
+        reasons = option_reasons(option, seconds, self._parallel.group.size)
         if inputs is not None:
             shared = shared_weights_reason(plan, self._sharing)
             reasons += [exchange_reason(inputs.footprint), *([] if shared is None else [shared])]
         return plan.model_copy(update={"reasons": (*plan.reasons, *reasons)})
 
-    def _agreed(
-        self, seconds: Mapping[ContextAttention, float], refusal: BudgetTooSmall | None
-    ) -> dict[ContextAttention, float]:
-        """Return the seconds of the slowest rank by way, of those ways that fit on all ranks."""
+    def _slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Return the largest on any rank of each of `seconds`. Collective."""
         group = self._parallel.group
-        own = torch.tensor([seconds.get(way, math.inf) for way in self._ways], dtype=torch.float64)
         with group.call():
-            slowest = torch.stack(group.all_gather(own)).amax(0).tolist()
-            agreed = {way: each for way, each in zip(self._ways, slowest, strict=True) if each < math.inf}
-            if agreed:
-                return agreed
+            return torch.stack(group.all_gather(torch.tensor(seconds, dtype=torch.float64))).amax(0).tolist()
+
+    def _refuse(self, refusal: BudgetTooSmall | None) -> NoReturn:
+        """Raise BudgetTooSmall with the `refusal` of the first rank that has one. Collective."""
+        group = self._parallel.group
+        with group.call():
             texts = group.all_gather_text("" if refusal is None else str(refusal))
         rank = next(rank for rank, text in enumerate(texts) if text)
         needed = refusal.facts.get("needed_bytes") if refusal is not None else None
         raise BudgetTooSmall(f"rank {rank}: {texts[rank]}", rank=rank, needed_bytes=needed)
 
-    def _on_ranks(self, plan: Plan, way: ContextAttention | None = None, *, shares: bool = True) -> Plan:
-        choices = self._parallel.choices | ({} if way is None else {"context_attention": way})
+    def _on_ranks(self, plan: Plan, option: RankOption | None = None, *, shares: bool = True) -> Plan:
+        choices = (self._parallel if option is None else self._parallel.by(option)).choices
         return plan.model_copy(update=choices | {"vae": plan.vae.model_copy(update={"shared": shares})})
 
 

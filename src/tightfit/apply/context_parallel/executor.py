@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from tightfit.errors import PlanError
 from tightfit.measure.modules import find_role
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.plan import ComponentPlan, ContextAttention, Plan
+from tightfit.schema.rank_option import RankOption
 from tightfit.simulator.card import SimulatedCard
 from tightfit.units import format_bytes
 
@@ -45,6 +45,10 @@ class ContextParallel:
     doubled: Mapping[str, DoubledInputs | str]  # of denoisers; or why one runs whole on every rank
     exchange_rates: ExchangeRates | None = None  # None: not measured
     guidance: GuidanceRanks | None = None  # None: all ranks are one group
+    two_groups: GuidanceRanks | None = (
+        None  # what `guidance` is in two groups, if a plan may choose how many; else None
+    )
+    options: tuple[RankOption, ...] = ()  # among which a plan chooses
     weights: WeightSharing | None = None  # None: each rank has its own copy of weights in host memory
     shares_autoencoders: bool = True  # whether a call is measured with the rows of autoencoders shared, too
 
@@ -61,8 +65,7 @@ class ContextParallel:
     @property
     def choices(self) -> dict[str, Any]:
         """Its fields of a Plan."""
-        groups = self.group.size // self.rows.size
-        return {"context": self.rows.size, "context_attention": self.attention, "cfg_groups": groups}
+        return {"context": self.rows.size, "context_attention": self.attention, "cfg_groups": self.groups}
 
     @property
     def sharing(self) -> RowSharing:
@@ -85,14 +88,35 @@ class ContextParallel:
         alone = "" if self.shares_autoencoders else ", autoencoders on every rank"
         return f"{place}{alone}, attention {self.attention}, inputs {inputs}"
 
+    @property
+    def groups(self) -> int:
+        """How many groups of `rows` there are."""
+        return self.group.size // self.rows.size
+
+    def by(self, option: RankOption) -> ContextParallel:
+        """Return the same in so many groups, if they may be as many, and with that kind of attention."""
+        found = replace(self, attention=option.context_attention)
+        if option.cfg_groups == self.groups or self.two_groups is None:
+            return found
+        guidance = self.two_groups if option.cfg_groups > 1 else None
+        return replace(found, guidance=guidance, shares=RowShares.equal(self.group.size // option.cfg_groups))
+
+    def preferring(self, choices: Mapping[str, Any]) -> ContextParallel:
+        """Return the same by the first of its options that has what fields `choices` of a Plan say beyond defaults."""
+        said = {name: choices[name] for name in RankOption._fields if name in choices}
+        wanted = {name: value for name, value in said.items() if value != Plan.model_fields[name].default}
+        option = next((each for each in self.options if wanted.items() <= each._asdict().items()), None)
+        return self if option is None else self.by(option)
+
     def following(self, plan: Plan) -> ContextParallel:
-        """Return the same with the kind of attention that `plan` chose."""
-        return replace(self, attention=plan.context_attention)
+        """Return the same in as many groups, and with the kind of attention, as `plan` chose."""
+        return self.by(RankOption(plan.cfg_groups, plan.context_attention))
 
     def simulated(self, card: SimulatedCard) -> ContextParallel:
         """Return the same for this rank alone, on a simulated card."""
         group = SimulatedRankGroup.like(self.group, card)
-        return replace(self, group=group, weights=None, guidance=self.guidance and self.guidance.simulated(card))
+        guidance = self.guidance and self.guidance.simulated(card)
+        return replace(self, group=group, weights=None, guidance=guidance, two_groups=None)
 
     @contextlib.contextmanager
     def call(self, device: Device) -> Iterator[None]:
@@ -104,23 +128,16 @@ class ContextParallel:
                 generator.set_state(state)
             yield
 
-    def noting(
-        self, call: Callable[..., Any], note: Callable[[str], None], session: Callable[[], Session]
-    ) -> Callable[..., Any]:
-        """Return `call`, before which weights are shared; `note` is told of it, and how many bytes were sent."""
-
-        @functools.wraps(call)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            for said in self.share_weights(session()):
-                note(said)
-            before = self._bytes_sent
-            with contextlib.nullcontext() if self.pairs is None else self.pairs.call():
-                found = call(*args, **kwargs)
-            sent = format_bytes(self._bytes_sent - before)
-            note(f"rank {self.group.rank} of {self.group.size}: {sent} were sent to other ranks")
-            return found
-
-        return noted
+    def noted(self, call: Callable[[], Any], note: Callable[[str], None], session: Session) -> Any:
+        """Return `call()`, before which weights are shared; `note` is told of it, and how many bytes were sent."""
+        for said in self.share_weights(session):
+            note(said)
+        before = self._bytes_sent
+        with contextlib.nullcontext() if self.pairs is None else self.pairs.call():
+            found = call()
+        sent = format_bytes(self._bytes_sent - before)
+        note(f"rank {self.group.rank} of {self.group.size}: {sent} were sent to other ranks")
+        return found
 
     def share_weights(self, session: Session) -> list[str]:
         """Share weights of the plan of `session` among the ranks of a computer; return sentences on it. Collective."""
@@ -140,7 +157,8 @@ def shares_weights(parallel: ContextParallel | None) -> bool:
 
 def check_ranks(plan: Plan, parallel: ContextParallel | None) -> None:
     """Raise PlanError if `plan` is for another number of ranks than run it."""
-    rows, groups = (1, 1) if parallel is None else (parallel.rows.size, parallel.group.size // parallel.rows.size)
+    followed = parallel and parallel.following(plan)
+    rows, groups = (1, 1) if followed is None else (followed.rows.size, followed.groups)
     if (plan.context, plan.cfg_groups) != (rows, groups):
         kinds, fields = {"context": plan.context}, "context"
         if plan.cfg_groups > 1:

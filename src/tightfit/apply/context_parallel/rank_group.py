@@ -48,13 +48,13 @@ class RankGroup:
         self._watch: CallWatch | None = None
         self._sent_from: torch.device | None = None  # from which something was sent in this call
 
-    def part(self, partition: Sequence[Sequence[int]]) -> RankGroupPart:
+    def part(self, partition: Sequence[Sequence[int]]) -> RankGroup:
         """Return the group of the ranks in that element of `partition` which has this one; numbered from 0.
 
         Every rank asks for the same partitions, in the same order.
         """
-        self._parts.append(RankGroupPart(self, partition))
-        return self._parts[-1]
+        self._parts.append(found := RankGroupPart(self, partition))
+        return found
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:

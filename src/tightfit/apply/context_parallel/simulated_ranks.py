@@ -18,17 +18,27 @@ __all__ = ["SimulatedRankGroup"]
 class SimulatedRankGroup(RankGroup):
     """Rank `rank` of `size`, of which `per_node` consecutive ones are on one computer. What is received has no values.
 
-    Exchanges take the clock of `card`; without one, this says only which rank is meant.
+    Exchanges take the clock of `card`; without one, this says only which rank is meant. A computer's link to others
+    carries what `on_link` cards send at the same time (None: those of the group).
     """
 
-    def __init__(self, rank: int, size: int, per_node: int | None = None, card: SimulatedCard | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, per_node: int | None = None, card: SimulatedCard | None = None,
+        on_link: int | None = None,
+    ) -> None:  # fmt: skip
         self.rank, self.size, self.per_node, self.bytes_sent = rank, size, per_node or size, 0
-        self._card = card
+        self.on_link, self._card = on_link or self.per_node, card
 
     @classmethod
     def like(cls, group: RankGroup, card: SimulatedCard) -> SimulatedRankGroup:
         """Return the rank of `group`, on `card`."""
-        return cls(group.rank, group.size, group.per_node, card)
+        on_link = group.on_link if isinstance(group, SimulatedRankGroup) else None
+        return cls(group.rank, group.size, group.per_node, card, on_link)
+
+    def part(self, partition: Sequence[Sequence[int]]) -> SimulatedRankGroup:
+        (own,) = (ranks for ranks in partition if self.rank in ranks)
+        here = sum(self._is_here(rank) for rank in own)
+        return SimulatedRankGroup(own.index(self.rank), len(own), here, self._card, self.on_link)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -66,7 +76,7 @@ class SimulatedRankGroup(RankGroup):
         self, sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]
     ) -> Callable[[], None]:
         self.bytes_sent += sum(tensor.nbytes for _, tensor in sent)
-        kinds: tuple[tuple[Exchange, bool, int], ...] = (("exchange", True, 1), ("network", False, self.per_node))
+        kinds: tuple[tuple[Exchange, bool, int], ...] = (("exchange", True, 1), ("network", False, self.on_link))
         for kind, here, cards in kinds:
             ways = [[tensor for rank, tensor in way if self._is_here(rank) == here] for way in (sent, received)]
             if tensors := [*ways[0], *ways[1]]:

@@ -1,33 +1,68 @@
-"""Which kind of attention ranks use, by predicted time, and the reasons that a plan gives for it."""
+"""In how many groups ranks compute, and by which attention: by predicted time, and with the reasons for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from tightfit.errors import BudgetTooSmall
 from tightfit.schema.footprint import ComponentCall, Footprint
 from tightfit.schema.machine import EXCHANGES, KernelGroup
 from tightfit.schema.plan import ContextAttention, Plan, Reason
+from tightfit.schema.rank_option import RankOption
 from tightfit.units import format_bytes, format_seconds
 
 __all__ = [
     "alone_reason",
-    "attention_reason",
     "exchange_reason",
     "exchanged_bytes",
     "exchanges_of",
+    "option_reasons",
+    "options_to_try",
     "shared_weights_reason",
 ]
 
 NAMES: Mapping[ContextAttention, str] = {"gathered": "gathered keys", "ring": "a ring", "heads": "heads"}
+GROUP_NAMES = {1: "one group", 2: "two groups"}
 
 
-def attention_reason(way: ContextAttention, seconds: Mapping[ContextAttention, float]) -> Reason:
-    """Return the reason for `way`, the fastest of those that fit, by their predicted `seconds`."""
-    others = [f"{NAMES[each]} {format_seconds(its)}" for each, its in seconds.items() if each != way]
-    because = f"predicted are {format_seconds(seconds[way])}; with " + " and ".join(others)
-    alone = "with no other kind does the call fit on all ranks"
-    return Reason(decision=f"attention of ranks by {NAMES[way]}", because=because if others else alone)
+def options_to_try(options: Sequence[RankOption], seconds: Mapping[RankOption, float]) -> list[RankOption]:
+    """Return those of `options` that are to be predicted next, all with one number of groups; [] if none is left.
+
+    `seconds` are predicted of earlier ones, infinite where they do not fit: of more groups, only the kind of attention
+    is tried that was the fastest with fewer.
+    """
+    left = [each for each in options if each.cfg_groups not in {tried.cfg_groups for tried in seconds}]
+    left = [each for each in left if each.cfg_groups == left[0].cfg_groups]
+    fitting = [each for each in seconds if seconds[each] < math.inf]
+    best = min(fitting, key=lambda each: seconds[each]).context_attention if fitting else None
+    return [each for each in left if each.context_attention == best] or left
+
+
+def option_reasons(option: RankOption, seconds: Mapping[RankOption, float], ranks: int) -> list[Reason]:
+    """Return why `option` of so many `ranks` was taken: it has the least predicted `seconds` (infinite: too large)."""
+    groups: dict[int, float] = {}
+    for each, its in seconds.items():
+        groups[each.cfg_groups] = min(its, groups.get(each.cfg_groups, math.inf))
+    ways = {each.context_attention: its for each, its in seconds.items() if each.cfg_groups == 1}
+    found = []
+    if len(groups) > 1:
+        decision = "ranks in one group" if option.cfg_groups == 1 else "ranks in two groups, one a guidance prediction"
+        found.append(Reason(decision=decision, because=_because(GROUP_NAMES, option.cfg_groups, groups)))
+    if len(ways) > 1 and ranks > option.cfg_groups and ways[option.context_attention] < math.inf:
+        decision = f"attention of ranks by {NAMES[option.context_attention]}"
+        found.append(Reason(decision=decision, because=_because(NAMES, option.context_attention, ways)))
+    return found
+
+
+def _because(names: Mapping[Any, str], chosen: Any, seconds: Mapping[Any, float]) -> str:
+    others = [
+        f"{names[each]} {format_seconds(its)}" for each, its in seconds.items() if each != chosen and its < math.inf
+    ]
+    if not others:
+        return "in no other way does the call fit on all ranks"
+    return f"predicted are {format_seconds(seconds[chosen])}; with " + " and ".join(others)
 
 
 def alone_reason(refusal: BudgetTooSmall) -> Reason:
