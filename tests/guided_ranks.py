@@ -35,7 +35,7 @@ def tried(rank: int, trial: Trial) -> Trial:
     groups: Trial = {"context": dist.get_world_size() // 2, "cfg": 2, "attention": trial.get("attention", "auto")}
     parallel = trial.get("parallel", groups)
     if "rates" in trial:
-        with_rates(trial["rates"])
+        with_rates(trial["rates"] if isinstance(trial["rates"], dict) else trial["rates"][rank])
     usual = case.call()
     request = {ours: usual[name] for ours, name in NAMES.items() if name in usual}
     fitted = tightfit.fit(pipe, **within, device=device_of(rank, trial), request=request, parallel=parallel)

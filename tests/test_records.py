@@ -196,6 +196,7 @@ DEVICE_MAP = DeviceMap(strategy="balanced", components={"vae": "cpu"}, ignored=(
 PLAN = Plan(
     device="cuda:1", level=3, request=REQUEST, budget=BUDGET, components={"transformer": STORED}, vae=VAE,
     device_map=DEVICE_MAP, offload_activations=True, context=2, context_attention="ring", cfg_groups=2,
+    rank_shares=(1.0, 0.5, 1.0, 0.5),
     expandable_segments=True, schedule=(STINT,), reasons=(REASON,), forecast=(FORECAST,),
 )  # fmt: skip
 SAMPLE = Sample(seconds=0.25, weights=3, activations=4)
@@ -769,7 +770,7 @@ def test_a_plan_says_everything_it_decides() -> None:
         "  autoencoder: exact strips within 256 MiB, feature maps kept in host memory, "
         "tiles of 512 px where strips are not possible, one item at a time, on every rank",
         "  activations for later blocks: offloaded to host memory",
-        "  2 ranks share the rows, attention ring",
+        "  2 ranks share the rows as 1 : 0.5 : 1 : 0.5, attention ring",
         "  2 groups of ranks, one for each guidance prediction",
         "  lossy: fp8: transformer is stored in float8_e4m3fn",
         "  lossy: blended-tiling: pictures larger than 512 px are decoded in tiles, where they cannot be in strips",

@@ -29,6 +29,7 @@ from inspection import assert_same, imprint, relative_error
 from more_pipelines import MORE_CASES
 from tightfit import Fitted, RunError, fit
 from tightfit.measure.modules import find_components, find_role, weight_bytes
+from tightfit.schema.stores import STORES
 from tiny_pipelines import CASES, TinyCase, run
 
 SD, IMG2IMG, WAN = (
@@ -37,7 +38,10 @@ SD, IMG2IMG, WAN = (
 FUSED = 1e-5  # a fused LoRA is added to the weights in float32 instead of to what they give
 
 
-@pytest.fixture(params=["loopback-cpu", "loopback-disk", "cpu-disk"])
+ELSEWHERE = [name for name, kind in STORES.items() if not kind.is_host_memory]
+
+
+@pytest.fixture(params=[f"loopback-{name}" for name in STORES] + [f"cpu-{name}" for name in ELSEWHERE])
 def place(request: pytest.FixtureRequest) -> str:
     """A device, and where the masters are."""
     return str(request.param)

@@ -22,6 +22,7 @@ from tightfit.devices.copy_stream import LateCopyStream
 from tightfit.devices.disk import DiskReader
 from tightfit.measure.modules import find_components, find_role, inspect_component
 from tightfit.plan.layer_selection import group_layers
+from tightfit.schema.stores import STORES
 from tiny_pipelines import CASES, TinyCase, run
 
 QUICK = (
@@ -39,7 +40,7 @@ def prepared(name: str) -> tuple[TinyCase, Any, torch.Tensor]:
 
 def draw_component(draw: Any, name: str, part: nn.Module) -> dict[str, Any]:
     """A legal plan for a component, anything that there can be."""
-    chosen: dict[str, Any] = {"offload_to": draw(st.sampled_from(["cpu", "disk"]))}
+    chosen: dict[str, Any] = {"offload_to": draw(st.sampled_from(list(STORES)))}
     if draw(st.booleans()):
         return chosen | {"placement": "offload"}
     component = inspect_component(name, part)
@@ -85,7 +86,7 @@ def widened_once(network: nn.Module, form: torch.dtype) -> None:
         owner._parameters[name] = nn.Parameter(Float8Weight.store(weight, form).widen(), weight.requires_grad)
 
 
-@pytest.mark.parametrize("store", ["cpu", "disk"])
+@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "Wan"])
 def test_stored_in_eight_bits_is_as_casting_each_weight(name: str, store: str) -> None:
     case = next(case for case in CASES if case.name == name)
@@ -94,7 +95,7 @@ def test_stored_in_eight_bits_is_as_casting_each_weight(name: str, store: str) -
     widened_once(getattr(plain, denoiser), torch.float8_e4m3fn)
     wanted = run(plain, case)
     chosen = {"placement": "stream", "storage": "float8_e4m3fn", "offload_to": store}
-    for device in ("cpu", "loopback") if store == "disk" else ("loopback",):
+    for device in ("loopback",) if STORES[store].is_host_memory else ("cpu", "loopback"):
         fitted = fit(pipe, plan={"components": {denoiser: chosen}}, device=device)
         assert torch.equal(run(pipe, case), wanted)
         fitted.undo()

@@ -32,7 +32,7 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
     trials = [
         {"name": "StableDiffusion", "level": 0, "attention": "gathered"},
         {"name": "StableDiffusion", "plan": {"level": 3, "vae": {"shared": False}}, "attention": "heads"},
-        {"name": "Flux", "level": 3, "attention": "ring"},
+        {"name": "Flux", "plan": {"level": 3, "rank_shares": [3, 1]}, "attention": "ring"},
         {"name": "StableDiffusion", "budget": "56MB", "attention": "ring"},
     ]
     said = run_ranks(2, [FAILS, OTHER, TOO_SMALL, CHANGED, unseeded, *trials])
@@ -56,7 +56,8 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
         assert one["same"], trial
         assert one["undone"], trial
         assert not [note for note in one["notes"] if "every rank" in note]
-        assert "  2 ranks share the rows, attention " in one["plan"]
+        shares = " as 3 : 1" if "rank_shares" in trial.get("plan", {}) else ""
+        assert f"  2 ranks share the rows{shares}, attention " in one["plan"]
 
 
 def test_a_rank_that_is_killed_ends_the_others_call() -> None:

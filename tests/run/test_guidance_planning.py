@@ -31,7 +31,7 @@ def guided(pipe: Any, number: int, context: int = 1) -> ContextParallel:
         SimulatedRankGroup(*each) for each in ((number * context, 2 * context), (0, context), (number, 2))
     )
     guidance = GuidanceRanks(number, rows, branches)
-    return ContextParallel(whole, RowShares.equal(context), "gathered", doubled, guidance=guidance)
+    return ContextParallel(whole, RowShares.equal(2 * context), "gathered", doubled, guidance=guidance)
 
 
 def work(footprint: Footprint) -> tuple[int, int]:

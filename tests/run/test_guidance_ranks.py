@@ -108,12 +108,20 @@ def test_ranks_keep_to_their_budgets() -> None:
 
 
 def test_a_plan_chooses_how_many_groups_and_a_call_without_guidance_changes_it() -> None:
-    trial: Trial = {"name": "StableDiffusion", "budget": "400MB", "parallel": "auto", "scale": 8, "unguided": True}
+    """And of cards of which one has a third of the other's speed, the faster one has more rows."""
+    trial: Trial = {"name": "StableDiffusion", "budget": "400MB", "parallel": "auto", "scale": 8}
     rates = {"arithmetic_rates": {"float32": 1e9}, "exchange_rate": 2e9, "exchange_latency": 20e-6}
-    (said,) = drawn(2, trial | {"rates": rates})
+    slower = rates | {"arithmetic_rates": {"float32": 3e8}}
+    said, unlike = drawn(2, trial | {"rates": rates, "unguided": True}, trial | {"rates": [rates, slower], "calls": 1})
     for each in said:
         assert each["layouts"] == [[1, 2], [1, 2], [2, 1]], each
+        assert not [note for notes in each["notes"] for note in notes if "both groups" in note or "every rank" in note]
+        assert any("2 ranks share the rows, attention" in note for note in each["notes"][2]), each["notes"]
         assert re.search(r"because: ranks in one group: predicted are .*; with two groups ", each["plan"])
+    for each in unlike:
+        assert each["layouts"] == [[2, 1]], each
+        assert re.search(r"  2 ranks share the rows as 1 : 0\.[23]\d+, attention ", each["plan"]), each["plan"]
+        assert re.search(r"because: ranks share the rows as 1 : .*the slowest rank then needs", each["plan"])
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def masks(dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
     return {"none": None, "truth": torch.rand(2, 1, 1, 7) > 0.3, "added": torch.randn(2, 4, 5, 7).to(dtype)}
 
 
-BACKENDS = [
+DIFFUSERS_BACKENDS = [
     ("native", HALF), ("native", FULL), ("_native_math", HALF), ("_native_math", FULL), ("_native_flash", HALF),
     ("_native_efficient", HALF), ("_native_efficient", FULL), ("_native_cudnn", HALF),
 ]  # fmt: skip
@@ -45,7 +45,12 @@ MASKS = ("none", "truth", "added")
 
 @pytest.mark.parametrize(
     ("backend", "dtype", "mask"),
-    [(*backend, mask) for backend in BACKENDS for mask in MASKS if backend[0] != "_native_flash" or mask == "none"],
+    [
+        (*backend, mask)
+        for backend in DIFFUSERS_BACKENDS
+        for mask in MASKS
+        if backend[0] != "_native_flash" or mask == "none"
+    ],
     ids=str,
 )
 def test_every_backend_of_diffusers(backend: str, dtype: torch.dtype, mask: str, make_cards: MakeCards) -> None:

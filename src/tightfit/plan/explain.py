@@ -232,6 +232,8 @@ def differences(before: Plan, after: Plan) -> tuple[str, ...]:
 def _differences(before: Plan, after: Plan) -> Iterator[str]:
     if before.device != after.device:
         yield f"on {after.device} instead of {before.device}"
+    if before.ranks != after.ranks:
+        yield "; ".join(after.ranks) or "on one rank"
     for name in dict.fromkeys((*before.components, *after.components)):
         was, becomes = (plan.components.get(name, ComponentPlan()) for plan in (before, after))
         if was.described != becomes.described:

@@ -21,6 +21,7 @@ __all__ = [
     "option_reasons",
     "options_to_try",
     "shared_weights_reason",
+    "shares_reason",
 ]
 
 NAMES: Mapping[ContextAttention, str] = {"gathered": "gathered keys", "ring": "a ring", "heads": "heads"}
@@ -40,14 +41,20 @@ def options_to_try(options: Sequence[RankOption], seconds: Mapping[RankOption, f
     return [each for each in left if each.context_attention == best] or left
 
 
-def option_reasons(option: RankOption, seconds: Mapping[RankOption, float], ranks: int) -> list[Reason]:
-    """Return why `option` of so many `ranks` was taken: it has the least predicted `seconds` (infinite: too large)."""
-    groups: dict[int, float] = {}
-    for each, its in seconds.items():
-        groups[each.cfg_groups] = min(its, groups.get(each.cfg_groups, math.inf))
+def option_reasons(
+    option: RankOption, seconds: Mapping[RankOption, float], ranks: int, by_groups: Mapping[int, float] | None = None
+) -> list[Reason]:
+    """Return why `option` of so many `ranks` was taken: it has the least predicted `seconds` (infinite: too large).
+
+    `by_groups` are the seconds by number of groups where these are others, by shares that the ranks then have.
+    """
+    counts = {each.cfg_groups for each in seconds}
+    groups = by_groups or {
+        count: min(its for each, its in seconds.items() if each.cfg_groups == count) for count in counts
+    }
     ways = {each.context_attention: its for each, its in seconds.items() if each.cfg_groups == 1}
     found = []
-    if len(groups) > 1:
+    if len(counts) > 1:
         decision = "ranks in one group" if option.cfg_groups == 1 else "ranks in two groups, one a guidance prediction"
         found.append(Reason(decision=decision, because=_because(GROUP_NAMES, option.cfg_groups, groups)))
     if len(ways) > 1 and ranks > option.cfg_groups and ways[option.context_attention] < math.inf:
@@ -63,6 +70,13 @@ def _because(names: Mapping[Any, str], chosen: Any, seconds: Mapping[Any, float]
     if not others:
         return "in no other way does the call fit on all ranks"
     return f"predicted are {format_seconds(seconds[chosen])}; with " + " and ".join(others)
+
+
+def shares_reason(shares: Sequence[float], by_speed: float, equal: float) -> Reason:
+    """Return why ranks have `shares` of the rows: the slowest needs `by_speed` seconds, and `equal` with equal ones."""
+    said = " : ".join(f"{share:g}" for share in shares)
+    because = f"the slowest rank then needs {format_seconds(by_speed)}, and {format_seconds(equal)} with equal shares"
+    return Reason(decision=f"ranks share the rows as {said}", because=because)
 
 
 def alone_reason(refusal: BudgetTooSmall) -> Reason:

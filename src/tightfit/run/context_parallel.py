@@ -71,10 +71,9 @@ def parallelism_of(
     two = GuidanceRanks.among(group, group.size // GROUPS) if GROUPS in counts else None
     doubled = doubled_of(pipe, asked) if min(counts) < group.size else {}
     first, weights = options[0], WeightSharing.among(group, find_components(pipe))
-    equal = RowShares.equal(group.size // first.cfg_groups)
     return ContextParallel(
-        group, equal, first.context_attention, doubled, guidance=two if first.cfg_groups == GROUPS else None,
-        two_groups=two if len(counts) > 1 else None, options=options, weights=weights,
+        group, RowShares.equal(group.size), first.context_attention, doubled, options=options, weights=weights,
+        guidance=two if first.cfg_groups == GROUPS else None, two_groups=two if len(counts) > 1 else None,
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def target_of_map(
     """
     memory = _memory_of(max_memory)
     strategy, fixed = _fixed_places(device_map, names)
-    if device_map is None or device_map in _STRATEGIES or device_map == "disk" or isinstance(device_map, Mapping):
+    if device_map is None or device_map in _STRATEGIES or _is_store(device_map) or isinstance(device_map, Mapping):
         cards = _usable(device_map, fixed, names, memory)
     else:
         cards = _single(device_map, memory)
@@ -131,8 +131,8 @@ def _fixed_places(device_map: DeviceMapLike, names: Collection[str]) -> tuple[St
     """Return the strategy, and the card or store ("cpu", "disk") of each component that is fixed."""
     if device_map == "balanced":
         return "balanced", {}
-    if device_map == "disk":
-        return "auto", dict.fromkeys(names, "disk")
+    if _is_store(device_map):
+        return "auto", dict.fromkeys(names, str(device_map))
     if not isinstance(device_map, Mapping):
         return "auto", {}
     for name in device_map:
@@ -143,6 +143,11 @@ def _fixed_places(device_map: DeviceMapLike, names: Collection[str]) -> tuple[St
             raise PlanError(unknown_name("component in device_map", str(name), names), name=str(name))
     places = {name: device_map.get(name, device_map.get(ALL)) for name in names}
     return "auto", {name: _place(place) for name, place in places.items() if place is not None}
+
+
+def _is_store(device_map: DeviceMapLike) -> bool:
+    """Whether it names a store of all weights: "disk" does, and "cpu" is the device that computes."""
+    return isinstance(device_map, str) and device_map in STORES and not STORES[device_map].is_host_memory
 
 
 def _place(place: DeviceName) -> str:
@@ -163,7 +168,7 @@ def _usable(
         return list(dict.fromkeys(cards))
     if isinstance(device_map, Mapping) and len(fixed) == len(names):  # all of it in host memory, or on the disk
         return []
-    if isinstance(device_map, Mapping) or device_map == "disk":
+    if isinstance(device_map, Mapping) or _is_store(device_map):
         return _cards(choose_device(None))
     return [f"cuda:{index}" for index in usable_cards()]
 
@@ -172,7 +177,8 @@ def _single(device_map: DeviceName, memory: _MaxMemory) -> list[str]:
     """Return the one card that `device_map` is; none if it is the CPU."""
     name = _name_of(device_map)
     if name.partition(":")[0] not in KINDS:
-        raise InputError(unknown_name("device_map", name, (*_STRATEGIES, "disk", *KINDS[:-1])), name=name)
+        known = *_STRATEGIES, *filter(_is_store, STORES), *KINDS[:-1]
+        raise InputError(unknown_name("device_map", name, known), name=name)
     device = choose_device(name)
     if memory.given and device.name not in memory.cards and (_cards(device) or memory.ram is None):
         raise PlanError(f"device_map={device.name}, but max_memory leaves that out: it names {memory.named}")

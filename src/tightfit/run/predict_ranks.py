@@ -179,7 +179,7 @@ class SharedCall:
         group, context = SimulatedRankGroup(rank, count, per_node), count // option.cfg_groups
         guidance = GuidanceRanks.among(group, context) if option.cfg_groups > 1 else None
         return ContextParallel(
-            group, RowShares.equal(context), option.context_attention, self.doubled, guidance=guidance,
+            group, RowShares.equal(count), option.context_attention, self.doubled, guidance=guidance,
             shares_autoencoders=self.shares,
         )  # fmt: skip
 

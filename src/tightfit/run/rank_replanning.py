@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -18,6 +18,7 @@ from tightfit.plan.rank_choice import (
     option_reasons,
     options_to_try,
     shared_weights_reason,
+    shares_reason,
 )
 from tightfit.run.calibration import PlanningInputs
 from tightfit.run.call_arguments import CallShape
@@ -25,19 +26,44 @@ from tightfit.run.footprints import Measurer
 from tightfit.run.plan_target import PlanTarget
 from tightfit.run.replanning import Replanner
 from tightfit.schema.machine import Machine
-from tightfit.schema.plan import Plan
+from tightfit.schema.plan import Plan, Reason
 from tightfit.schema.rank_option import RankOption
 from tightfit.schema.request import Request
 
 __all__ = ["RankReplanner"]
 
 
+UNEVEN = 1.1  # times as long as the fastest rank: where the slowest needs more, it is to have fewer rows
+SHARE_DIGITS = 3
+
+
+class Measured(NamedTuple):
+    """A plan for this rank, and what it was made from; None if that could not be measured."""
+
+    plan: Plan
+    inputs: PlanningInputs | None
+
+    @property
+    def seconds(self) -> float:
+        """The predicted seconds of a call; 0 if nothing is predicted."""
+        return sum(phase.seconds for phase in self.plan.forecast)
+
+
+class Balanced(NamedTuple):
+    """What was measured with some shares of the rows, the seconds of the slowest rank, and why shares are unequal."""
+
+    measured: Measured
+    slowest: float
+    reasons: list[Reason]
+
+
 class RankReplanner(Replanner):
     """Makes plans for this rank of `parallel`. Each rank has its own device and budget, and so its own weights there.
 
     In how many groups they compute, and how attention reaches the keys of other ranks, must be the same on all of them:
-    of the options of `parallel` the one with which the slowest rank is fastest. Where none fits on every rank, each
-    runs autoencoders whole, in strips if need be; where none fits then, all raise BudgetTooSmall.
+    of the options of `parallel` the one with which the slowest rank is fastest. Then slower ranks get fewer rows, if
+    that is faster. Where no option fits on every rank, each runs autoencoders whole, in strips if need be; where none
+    fits then, all raise BudgetTooSmall.
     """
 
     retries = False  # the other ranks' calls have ended by then
@@ -56,11 +82,11 @@ class RankReplanner(Replanner):
         return self._any
 
     def first_plan(self, pipe: Any) -> Plan:
-        return self._on_ranks(super().first_plan(pipe))
+        return _on_ranks(super().first_plan(pipe), self._parallel)
 
     def for_direct_calls(self, now: Plan, because: str) -> Plan | None:
         plan = super().for_direct_calls(now, because)
-        return plan and self._on_ranks(plan, RankOption(now.cfg_groups, now.context_attention))
+        return plan and _on_ranks(plan, self._parallel.following(now))
 
     def for_held(self, pipe: Any, now: Plan, held: int) -> Plan:
         """Return the plan `now`: another one could not be agreed upon with ranks that hold less."""
@@ -96,42 +122,67 @@ class RankReplanner(Replanner):
         self, request: Request, shape: CallShape, given: Mapping[str, Any] | None, log: CallLog | None, *, shares: bool
     ) -> Plan:
         """Return the plan by the option that all ranks agree on; `shares`: rows of autoencoders, too."""
-        found: dict[RankOption, tuple[Plan, PlanningInputs | None]] = {}
+        found: dict[RankOption, Measured] = {}
         seconds: dict[RankOption, float] = {}
         refusal = None
+        everywhere = replace(self._parallel, shares_autoencoders=shares)
+
+        def planned(parallel: ContextParallel) -> Measured:
+            self._measurer = self._any.on(parallel) if isinstance(self._any, Measurer) else self._any
+            self._inputs_by_shape.pop(shape, None)
+            if log is not None:
+                self._logs[shape] = log
+            plan = super(RankReplanner, self)._new(request, shape, given)
+            return Measured(_on_ranks(plan, parallel), self._inputs_by_shape.get(shape))
+
         while tried := options_to_try(self._parallel.options, seconds):
             for option in tried:
-                parallel = replace(self._parallel.by(option), shares_autoencoders=shares)
-                self._measurer = self._any.on(parallel) if isinstance(self._any, Measurer) else self._any
-                self._inputs_by_shape.pop(shape, None)
-                if log is not None:
-                    self._logs[shape] = log
                 try:
-                    plan = super()._new(request, shape, given)
+                    found[option] = planned(everywhere.by(option))
                 except BudgetTooSmall as error:
                     refusal = error
-                else:
-                    found[option] = self._on_ranks(plan, option, shares=shares), self._inputs_by_shape.get(shape)
-            own = [_seconds(found[option][0]) if option in found else math.inf for option in tried]
-            seconds |= zip(tried, self._slowest(own), strict=True)
-        option = min(seconds, key=lambda option: seconds[option])
-        if seconds[option] == math.inf:
+            own = [found[option].seconds if option in found else math.inf for option in tried]
+            seconds |= zip(tried, map(max, self._on_each(own)), strict=True)
+        if not (fitting := [option for option in seconds if seconds[option] < math.inf]):
             self._refuse(refusal)
-        plan, inputs = found[option]
+        fastest = {each.cfg_groups: each for each in sorted(fitting, key=seconds.__getitem__, reverse=True)}
+        balanced = {count: self._by_speed(found[each], everywhere.by(each), planned) for count, each in fastest.items()}
+        groups = min(balanced, key=lambda count: balanced[count].slowest)
+        (plan, inputs), _, uneven = balanced[groups]
+        by_groups = {count: each.slowest for count, each in balanced.items()}
+        reasons = option_reasons(fastest[groups], seconds, self._parallel.group.size, by_groups) + uneven
         if inputs is not None:
             self._inputs_by_shape[shape] = inputs
             self.calibration_recorder.studies(plan, inputs)
-        reasons = option_reasons(option, seconds, self._parallel.group.size)
-        if inputs is not None:
             shared = shared_weights_reason(plan, self._sharing)
             reasons += [exchange_reason(inputs.footprint), *([] if shared is None else [shared])]
         return plan.model_copy(update={"reasons": (*plan.reasons, *reasons)})
 
-    def _slowest(self, seconds: Sequence[float]) -> list[float]:
-        """Return the largest on any rank of each of `seconds`. Collective."""
+    def _by_speed(
+        self, equal: Measured, parallel: ContextParallel, planned: Callable[[ContextParallel], Measured]
+    ) -> Balanced:
+        """Return what is `planned` with fewer rows for slower ranks, or `equal` where that is as fast. Collective.
+
+        Each rank's share is by the time that it needs with equal ones.
+        """
+        (every,) = self._on_each([equal.seconds])
+        if parallel.rows.size == 1 or max(every) <= UNEVEN * min(every) or not min(every):
+            return Balanced(equal, max(every), [])
+        shares = [round(min(every) / seconds, SHARE_DIGITS) for seconds in every]
+        try:
+            other = planned(parallel.sharing_as(shares))
+        except BudgetTooSmall:
+            other = None
+        (by_speed,) = self._on_each([math.inf if other is None else other.seconds])
+        if other is None or max(by_speed) >= max(every):
+            return Balanced(equal, max(every), [])
+        return Balanced(other, max(by_speed), [shares_reason(shares, max(by_speed), max(every))])
+
+    def _on_each(self, seconds: Sequence[float]) -> list[list[float]]:
+        """Return what each of `seconds` is on every rank. Collective."""
         group = self._parallel.group
         with group.call():
-            return torch.stack(group.all_gather(torch.tensor(seconds, dtype=torch.float64))).amax(0).tolist()
+            return torch.stack(group.all_gather(torch.tensor(seconds, dtype=torch.float64))).T.tolist()
 
     def _refuse(self, refusal: BudgetTooSmall | None) -> NoReturn:
         """Raise BudgetTooSmall with the `refusal` of the first rank that has one. Collective."""
@@ -142,11 +193,8 @@ class RankReplanner(Replanner):
         needed = refusal.facts.get("needed_bytes") if refusal is not None else None
         raise BudgetTooSmall(f"rank {rank}: {texts[rank]}", rank=rank, needed_bytes=needed)
 
-    def _on_ranks(self, plan: Plan, option: RankOption | None = None, *, shares: bool = True) -> Plan:
-        choices = (self._parallel if option is None else self._parallel.by(option)).choices
-        return plan.model_copy(update=choices | {"vae": plan.vae.model_copy(update={"shared": shares})})
 
-
-def _seconds(plan: Plan) -> float:
-    """The predicted seconds of a call; 0 if nothing is predicted."""
-    return sum(phase.seconds for phase in plan.forecast)
+def _on_ranks(plan: Plan, parallel: ContextParallel) -> Plan:
+    """Return `plan` for a rank of `parallel`."""
+    vae = plan.vae.model_copy(update={"shared": parallel.shares_autoencoders})
+    return plan.model_copy(update=parallel.choices | {"vae": vae})

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from tightfit.errors import PlanError, unknown_name
 from tightfit.schema.attention import ATTENTION_NAMES, BACKENDS
-from tightfit.schema.base import Count, Positive, Real, Record, Size
+from tightfit.schema.base import Count, Positive, Rate, Real, Record, Size
 from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.footprint import FeatureMaps
 from tightfit.schema.machine import Budget
@@ -219,6 +219,7 @@ class Plan(Record):
     context: Positive = 1  # ranks of a process group that share the rows of denoisers and autoencoders
     context_attention: ContextAttention = "gathered"  # how their attention reaches the keys of other ranks
     cfg_groups: CfgGroups = 1  # groups of so many ranks; of 2, each computes one guidance prediction
+    rank_shares: tuple[Rate, ...] = ()  # of the rows, in proportion, of each rank of all groups; (): equal
     expandable_segments: bool = False  # of the device's allocator: less reserved memory is lost to fragmentation
     schedule: tuple[ComponentRun, ...] = ()  # order of component calls, by which the next component is prefetched
     reasons: tuple[Reason, ...] = ()
@@ -246,6 +247,14 @@ class Plan(Record):
         split = [name for component in self.components.values() for name in component.split]
         return tuple(dict.fromkeys((self.device, *own, *split)))
 
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """How ranks of a process group compute together, in sentences; () for one rank."""
+        shares = f" as {' : '.join(f'{share:g}' for share in self.rank_shares)}" if self.rank_shares else ""
+        rows = f"{self.context} ranks share the rows{shares}, attention {self.context_attention}"
+        groups = f"{self.cfg_groups} groups of ranks, one for each guidance prediction"
+        return (rows,) * (self.context > 1) + (groups,) * (self.cfg_groups > 1)
+
     def parts_of(self, name: str) -> dict[str, ComponentPlan]:
         """Return the plan of each part of the component `name`, by the device on which it computes."""
         return self.components.get(name, ComponentPlan()).parts(self.device_of(name))
@@ -272,8 +281,7 @@ class Plan(Record):
             lines.append(f"  {name}: {component.described}")
         lines.append(f"  autoencoder: {self.vae.described}")
         lines += ["  activations for later blocks: offloaded to host memory"] if self.offload_activations else []
-        lines += [f"  {self.context} ranks share the rows, attention {self.context_attention}"] * (self.context > 1)
-        lines += [f"  {self.cfg_groups} groups of ranks, one for each guidance prediction"] * (self.cfg_groups > 1)
+        lines += [f"  {said}" for said in self.ranks]
         lines += [f"  lossy: {text}" for text in self.lossy] or ["  lossless"]
         lines += [f"  because: {reason.decision}: {reason.because}" for reason in self.reasons]
         return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -37,17 +37,15 @@ __all__ = ["ContextParallel", "check_ranks", "parallel_call", "parallel_forward"
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks among which rows are shared, the share of each, and which inputs grow with the height, by component."""
+    """The ranks of a call, the share of rows of each, and which inputs grow with the height, by component."""
 
     group: RankGroup
-    shares: RowShares
+    shares: RowShares  # of all ranks; in each of two groups, in the same proportions
     attention: ContextAttention
     doubled: Mapping[str, DoubledInputs | str]  # of denoisers; or why one runs whole on every rank
     exchange_rates: ExchangeRates | None = None  # None: not measured
     guidance: GuidanceRanks | None = None  # None: all ranks are one group
-    two_groups: GuidanceRanks | None = (
-        None  # what `guidance` is in two groups, if a plan may choose how many; else None
-    )
+    two_groups: GuidanceRanks | None = None  # `guidance` under a plan for two groups; None: there is no choice
     options: tuple[RankOption, ...] = ()  # among which a plan chooses
     weights: WeightSharing | None = None  # None: each rank has its own copy of weights in host memory
     shares_autoencoders: bool = True  # whether a call is measured with the rows of autoencoders shared, too
@@ -65,19 +63,21 @@ class ContextParallel:
     @property
     def choices(self) -> dict[str, Any]:
         """Its fields of a Plan."""
-        return {"context": self.rows.size, "context_attention": self.attention, "cfg_groups": self.groups}
+        shares = () if self.shares == RowShares.equal(self.group.size) else self.shares.speeds
+        fields = {"context": self.rows.size, "cfg_groups": self.groups, "rank_shares": shares}
+        return fields | {"context_attention": self.attention}
 
     @property
     def sharing(self) -> RowSharing:
         """How the rows of denoisers are shared."""
-        return RowSharing(self.rows, self.shares, self.attention)
+        first = self.rows.size * self.guidance.number if self.guidance is not None else 0
+        own = RowShares(self.shares.speeds[first : first + self.rows.size])
+        return RowSharing(self.rows, own, self.attention)
 
     @property
     def sharing_by_all(self) -> RowSharing:
         """How the rows of autoencoders are shared: they have no guidance, so all ranks share them."""
-        if self.guidance is None:
-            return self.sharing
-        return RowSharing(self.group, RowShares.equal(self.group.size), self.attention)
+        return RowSharing(self.group, self.shares, self.attention)
 
     @property
     def mark(self) -> str:
@@ -98,19 +98,25 @@ class ContextParallel:
         found = replace(self, attention=option.context_attention)
         if option.cfg_groups == self.groups or self.two_groups is None:
             return found
-        guidance = self.two_groups if option.cfg_groups > 1 else None
-        return replace(found, guidance=guidance, shares=RowShares.equal(self.group.size // option.cfg_groups))
+        return replace(found, guidance=self.two_groups if option.cfg_groups > 1 else None)
+
+    def sharing_as(self, shares: Sequence[float]) -> ContextParallel:
+        """Return the same, whose ranks have `shares` of the rows, in proportion; (): equal ones. Raises PlanError."""
+        if shares and len(shares) != self.group.size:
+            raise PlanError(f"rank_shares={list(shares)} has not one share for each of {self.group.size} ranks")
+        return replace(self, shares=RowShares(tuple(shares)) if shares else RowShares.equal(self.group.size))
 
     def preferring(self, choices: Mapping[str, Any]) -> ContextParallel:
         """Return the same by the first of its options that has what fields `choices` of a Plan say beyond defaults."""
+        found = self.sharing_as(choices["rank_shares"]) if choices.get("rank_shares") else self
         said = {name: choices[name] for name in RankOption._fields if name in choices}
         wanted = {name: value for name, value in said.items() if value != Plan.model_fields[name].default}
         option = next((each for each in self.options if wanted.items() <= each._asdict().items()), None)
-        return self if option is None else self.by(option)
+        return found if option is None else found.by(option)
 
     def following(self, plan: Plan) -> ContextParallel:
-        """Return the same in as many groups, and with the kind of attention, as `plan` chose."""
-        return self.by(RankOption(plan.cfg_groups, plan.context_attention))
+        """Return the same with the groups, shares and kind of attention that `plan` chose."""
+        return self.by(RankOption(plan.cfg_groups, plan.context_attention)).sharing_as(plan.rank_shares)
 
     def simulated(self, card: SimulatedCard) -> ContextParallel:
         """Return the same for this rank alone, on a simulated card."""
