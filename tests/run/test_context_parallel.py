@@ -139,6 +139,6 @@ def test_computers_of_the_same_name_do_not_share_memory(monkeypatch: pytest.Monk
     counted = {}
     for marks in ((own, own), (own, "other"), ("other", "localhost")):
         group = _MarkedGroup(*marks)
-        WeightSharing.among(group, {})
+        WeightSharing.among(group)
         counted[marks] = group.ranks_here
     assert list(counted.values()) == [3, 2, 1]

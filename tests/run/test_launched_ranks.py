@@ -43,8 +43,12 @@ def pixels(path: Path) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "within",
-    [["--level", "2", "--set", "context_attention=ring"], pytest.param(["--budget", "2GB"], marks=pytest.mark.slow)],
-    ids=["level", "budget"],
+    [
+        ["--level", "2", "--set", "context_attention=ring"],
+        pytest.param(["--level", "0", "--set", "cfg_groups=2"], marks=pytest.mark.slow),
+        pytest.param(["--budget", "2GB"], marks=pytest.mark.slow),
+    ],
+    ids=["level", "groups", "budget"],
 )
 def test_two_ranks_write_one_picture(folder: Path, within: list[str], tmp_path: Path) -> None:
     alone, together = tmp_path / "alone.png", tmp_path / "out" / "together.png"
@@ -54,6 +58,7 @@ def test_two_ranks_write_one_picture(folder: Path, within: list[str], tmp_path: 
     assert said.returncode == 0, said.stderr
     assert said.stdout.count("wrote ") == 1
     assert "rank 0 of 2: " in said.stdout
+    assert "different weights" not in said.stdout + said.stderr
     assert [path.name for path in together.parent.iterdir()] == ["together.png"]
     assert np.abs(pixels(together) - pixels(alone)).max() <= 1  # 1e-5 may round a pixel differently
 

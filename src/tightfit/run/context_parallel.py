@@ -70,7 +70,7 @@ def parallelism_of(
     counts = {option.cfg_groups for option in options}
     two = GuidanceRanks.among(group, group.size // GROUPS) if GROUPS in counts else None
     doubled = doubled_of(pipe, asked) if min(counts) < group.size else {}
-    first, weights = options[0], WeightSharing.among(group, find_components(pipe))
+    first, weights = options[0], WeightSharing.among(group)
     return ContextParallel(
         group, RowShares.equal(group.size), first.context_attention, doubled, options=options, weights=weights,
         guidance=two if first.cfg_groups == GROUPS else None, two_groups=two if len(counts) > 1 else None,

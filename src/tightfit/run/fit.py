@@ -143,9 +143,9 @@ def fit(
         device = offloading_device(pipe)
     if limits is not None:
         planned = request_to_plan(request, example)
-        ranks = parallelism_of(pipe, parallel, request)
+        ranks = _compared(parallelism_of(pipe, parallel, request), pipe)
         return _fit_within(pipe, plan_target_of(limits, device), planned, example, count_activations, ranks)
-    ranks = parallelism_of(pipe, parallel, request)
+    ranks = _compared(parallelism_of(pipe, parallel, request), pipe)
     fitted = fitting.fit(
         pipe, level=level, plan=plan, request=request, device=device, count_activations=count_activations,
         parallel=ranks,
@@ -153,6 +153,13 @@ def fit(
     if ranks is not None:
         ranks.share_weights(fitted.session)
     return fitted
+
+
+def _compared(ranks: ContextParallel | None, pipe: Any) -> ContextParallel | None:
+    """Return `ranks`, which have compared their weights."""
+    if ranks is not None:
+        ranks.compare_weights(find_components(pipe))
+    return ranks
 
 
 def _fit_within(

@@ -17,6 +17,7 @@ from tightfit.checkpoint.headers import names_in
 from tightfit.checkpoint.lazy_loading import LeftInFiles, build_lazily, networks_in
 from tightfit.devices.device import Device
 from tightfit.errors import InputError, PlanError, unknown_name
+from tightfit.measure.modules import find_components
 from tightfit.run.call_arguments import request_of_example
 from tightfit.run.context_parallel import measured_ranks, parallelism_of, refuse_beside_ranks
 from tightfit.run.device_maps import DeviceMapLike, MaxMemory, refuse_beside_map, target_of_map
@@ -131,6 +132,8 @@ def _load_under(
         ranks = ranks and ranks.preferring(choices)
         decided = decide(checkpoint.pipe, choices | (ranks.choices if ranks else {}), request, target)
         file_weights = checkpoint.fill(_left_by(decided, target))
+    if ranks is not None:
+        ranks.compare_weights(find_components(checkpoint.pipe))
     fitted = Fitted(
         checkpoint.pipe, decided, target, count_activations=count_activations, file_weights=file_weights,
         parallel=ranks,
@@ -185,6 +188,7 @@ def load_on_rank(
             replans = RankReplanner(pipe, plan_target, ranks)
             plan = replans.plan(pipe, call_request, example)
             file_weights = checkpoint.fill(_left_by(plan, target))
+            ranks.compare_weights(find_components(pipe))
             fitted = Fitted(
                 pipe, plan, target, count_activations=count_activations, file_weights=file_weights, replans=replans,
                 parallel=ranks,

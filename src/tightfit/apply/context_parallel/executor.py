@@ -145,6 +145,11 @@ class ContextParallel:
         note(f"rank {self.group.rank} of {self.group.size}: {sent} were sent to other ranks")
         return found
 
+    def compare_weights(self, components: Mapping[str, nn.Module]) -> None:
+        """Say in the log and in reports which `components`, by name, have other weights on other ranks. Collective."""
+        if self.weights is not None:
+            self.weights.compare(components)
+
     def share_weights(self, session: Session) -> list[str]:
         """Share weights of the plan of `session` among the ranks of a computer; return sentences on it. Collective."""
         if self.weights is None:

@@ -43,11 +43,8 @@ class WeightSharing:
     differing: tuple[str, ...] = ()  # components of which ranks have different weights
 
     @classmethod
-    def among(cls, group: RankGroup, components: Mapping[str, nn.Module]) -> WeightSharing:
-        """Find out which ranks can open each other's memory, and how many are on this computer. Collective.
-
-        Of `components`, by name, those that have different weights on different ranks are named in the log.
-        """
+    def among(cls, group: RankGroup) -> WeightSharing:
+        """Find out which ranks can open each other's memory, and how many are on this computer. Collective."""
         token = os.urandom(TOKEN)
         try:
             own, refused = MemoryFile.create(TOKEN), ""
@@ -70,9 +67,11 @@ class WeightSharing:
         group.ranks_here = sum(computer == computer_mark() for computer, *_ in said)
         teams = teams_of([[bool(each) for each in row.tolist()] for row in rows])
         (team,) = (team for team in teams if group.rank in team)
-        found = cls(group, teams, why if len(team) < group.ranks_here else "")
-        found._note_differing(differing_components(group, components))
-        return found
+        return cls(group, teams, why if len(team) < group.ranks_here else "")
+
+    def compare(self, components: Mapping[str, nn.Module]) -> None:
+        """Name in the log which `components`, by name, have different weights on different ranks. Collective."""
+        self._note_differing(differing_components(self.group, components))
 
     @property
     def ranks(self) -> tuple[int, ...]:
