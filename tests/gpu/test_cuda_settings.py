@@ -160,7 +160,7 @@ def test_the_current_card_is_meant() -> None:
 def test_a_card_without_work_is_capped_too(card: CudaDevice) -> None:
     case = next(case for case in CASES if case.name == "StableDiffusion")
     fitted = tightfit.fit(case.make(), budget={"cuda:0": 512 * MIB, "cuda:1": 512 * MIB}, request={})
-    assert len(fitted.plan.devices) == 1
+    assert len(fitted.plan.devices) == 1, str(fitted.plan)
     for index in range(2):
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(514 * MIB, dtype=torch.uint8, device=f"cuda:{index}")

@@ -29,6 +29,7 @@ _MEASURING = (
     "measure/disk_rate.py",
     "measure/host_rates.py",
     "measure/layout_gains.py",
+    "measure/equal_cards.py",
     "apply/weights/host_overheads.py",
     "catalog/clock.py",
     "schema/kernel_time.py",
