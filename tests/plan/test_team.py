@@ -90,9 +90,10 @@ def check_that_nothing_is_better(footprint: Footprint, sizes: tuple[int, int], r
         for chosen in itertools.product(*(front.within(math.inf) for front in fronts)):
             waiting = sum(found.variant_search.ram_of(found) for found in chosen)
             if ram is None or waiting <= ram:
-                every.append((sum(f.seconds for f in chosen), sum(f.peak for f in chosen), waiting))
+                total = float(f"{sum(f.seconds for f in chosen):.9g}")
+                every.append((total, len(posts), sum(f.peak for f in chosen), waiting))
     found = team.best(ram)
-    assert (found and found[:3]) == min(every, default=None)
+    assert (found and found.order) == min(every, default=None)
 
 
 @settings(deadline=None, max_examples=40)
@@ -179,6 +180,16 @@ def test_denoisers_are_where_they_are_fastest_unless_somebody_says_where() -> No
     assert plan.device == "cuda:1"
     budget = Budget(devices={"cuda:0": 2 * GIB, "cuda:1": 2 * GIB})
     assert make_plan(pipeline(), machine, budget, device="cuda:0").device == "cuda:0"
+
+
+@settings(deadline=None, max_examples=50)
+@given(footprints())
+def test_an_equal_card_is_not_used_where_one_is_as_fast(footprint: Footprint) -> None:
+    """Sums of times in another order differ in their last digits: by these alone, a fifth of plans used both cards."""
+    one, both = planned(footprint, 64 * GIB, machine=machine_with(CARD)), planned(footprint, 64 * GIB, 64 * GIB)
+    assert one is not None
+    assert both is not None
+    assert len(both.devices) == 1 or seconds(both) < seconds(one) * (1 - 1e-10)
 
 
 def test_a_device_too_many_is_left_alone() -> None:

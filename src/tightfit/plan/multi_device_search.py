@@ -47,12 +47,17 @@ class Assignment(NamedTuple):
 
 
 class JointSolution(NamedTuple):
-    """Solution over all devices, compared by its first three fields: less is better."""
+    """Solution over all devices."""
 
     seconds: float
     peaks: int  # sum of the devices' peaks in bytes
     ram: int  # bytes of host memory
     shares: tuple[tuple[Assignment, Solution], ...]  # the host's first
+
+    @property
+    def order(self) -> tuple[float, int, int, int]:
+        """What solutions are compared by: less is better. Of times that are equal up to rounding, fewer devices."""
+        return float(f"{self.seconds:.9g}"), len(self.shares), self.peaks, self.ram
 
 
 class MultiDeviceSearch:
@@ -109,7 +114,7 @@ class MultiDeviceSearch:
         ]
         best = than
         for assignments, each in sorted(fronts, key=lambda chosen: _lower_bound(chosen[1])):
-            if _lower_bound(each) < math.inf and (best is None or _lower_bound(each) <= best.seconds):
+            if _lower_bound(each) < math.inf and (best is None or _lower_bound(each) <= best.seconds * (1 + _ROUNDING)):
                 best = _best(assignments, each, ram, best)
         return best
 
@@ -270,7 +275,7 @@ def _best(
         shares = [front.within((limit - lower_bound + front.lower_bound) * (1 + _ROUNDING)) for front in fronts]
         for chosen in itertools.product(*shares):
             found = _joint_solution(assignments, chosen)
-            if (ram is None or found.ram <= ram) and (best is None or found[:3] < best[:3]):
+            if (ram is None or found.ram <= ram) and (best is None or found.order < best.order):
                 best = found
         if all(front.done for front in fronts) or (best is not None and best.seconds <= limit):
             return best
