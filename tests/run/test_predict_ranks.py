@@ -62,7 +62,7 @@ def test_two_groups_are_taken_where_they_are_faster_than_sharing_rows() -> None:
     assert (one.plan.context, one.plan.cfg_groups) == (2, 1)
     assert 0 < two.sent_bytes < one.sent_bytes
     (reason,) = (each for each in found.plan.reasons if each.decision.startswith("ranks in "))
-    assert reason.decision == "ranks in two groups, one a guidance prediction"
+    assert reason.decision == "ranks in two groups, one for each guidance prediction"
     assert f"with one group {format_seconds(one.trace.seconds)}" in reason.because
     assert not [note for note in found.trace.notes if "whole on every rank" in note]
     assert predicted(RankLayout(3), level=0).plan.cfg_groups == 1

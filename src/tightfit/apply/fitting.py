@@ -63,7 +63,7 @@ def fit(
 ) -> Fitted:
     """Make `pipe` run as a level or a plan says; `tightfit.fit` documents the arguments, and takes budgets too."""
     choices, target = choices_of(level, plan, device)
-    parallel = parallel and parallel.preferring(choices)
+    parallel = parallel and parallel.as_asked(choices)
     choices |= {} if parallel is None else parallel.choices
     decided = decide(pipe, choices, request, target)
     fitted = apply_plan(pipe, decided, target, count_activations=count_activations, parallel=parallel)

@@ -274,7 +274,7 @@ class CudaDevice(Device):
         With expandable segments the limit is lowered by PAGE_TAIL bytes, which torch may map beyond it.
         """
         size = max(size - PAGE_TAIL, 0) if _SEGMENTS.on else size
-        return _SHARES.limit(self.torch_device, min((size + 1) / self.total_bytes(), 1.0))  # it is rounded down
+        return _SHARES.limit(self.torch_device, min((size + 0.25) / self.total_bytes(), 1.0))  # torch < 2.15 truncates
 
     def release_cache(self) -> None:
         torch.cuda.empty_cache()

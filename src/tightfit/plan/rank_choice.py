@@ -18,6 +18,7 @@ __all__ = [
     "exchange_reason",
     "exchanged_bytes",
     "exchanges_of",
+    "fastest_by_groups",
     "option_reasons",
     "options_to_try",
     "shared_weights_reason",
@@ -41,6 +42,14 @@ def options_to_try(options: Sequence[RankOption], seconds: Mapping[RankOption, f
     return [each for each in left if each.context_attention == best] or left
 
 
+def fastest_by_groups(seconds: Mapping[RankOption, float]) -> dict[int, RankOption]:
+    """Return the option with the least predicted `seconds` of each number of groups with which the call fits."""
+    found: dict[int, RankOption] = {}
+    for option in sorted((each for each in seconds if seconds[each] < math.inf), key=seconds.__getitem__):
+        found.setdefault(option.cfg_groups, option)
+    return found
+
+
 def option_reasons(
     option: RankOption, seconds: Mapping[RankOption, float], ranks: int, by_groups: Mapping[int, float] | None = None
 ) -> list[Reason]:
@@ -48,14 +57,12 @@ def option_reasons(
 
     `by_groups` are the seconds by number of groups where these are others, by shares that the ranks then have.
     """
-    counts = {each.cfg_groups for each in seconds}
-    groups = by_groups or {
-        count: min(its for each, its in seconds.items() if each.cfg_groups == count) for count in counts
-    }
+    groups = by_groups or {count: seconds[each] for count, each in fastest_by_groups(seconds).items()}
     ways = {each.context_attention: its for each, its in seconds.items() if each.cfg_groups == 1}
     found = []
-    if len(counts) > 1:
-        decision = "ranks in one group" if option.cfg_groups == 1 else "ranks in two groups, one a guidance prediction"
+    if len({each.cfg_groups for each in seconds}) > 1:
+        each_one = ", one for each guidance prediction" * (option.cfg_groups > 1)
+        decision = f"ranks in {GROUP_NAMES[option.cfg_groups]}{each_one}"
         found.append(Reason(decision=decision, because=_because(GROUP_NAMES, option.cfg_groups, groups)))
     if len(ways) > 1 and ranks > option.cfg_groups and ways[option.context_attention] < math.inf:
         decision = f"attention of ranks by {NAMES[option.context_attention]}"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tightfit.apply.context_parallel.doubled_inputs import DoubledInputs
 from tightfit.apply.context_parallel.executor import ContextParallel
-from tightfit.apply.context_parallel.guidance_ranks import GROUPS, GuidanceRanks
+from tightfit.apply.context_parallel.guidance_ranks import GuidanceRanks
 from tightfit.apply.context_parallel.rank_group import RankGroup
 from tightfit.apply.context_parallel.row_shares import RowShares
 from tightfit.apply.context_parallel.weight_sharing import WeightSharing
@@ -21,7 +21,7 @@ from tightfit.measure.modules import HANDLE, find_components, find_role
 from tightfit.run.doubled_calls import doubled_inputs_of
 from tightfit.run.limits import Limits
 from tightfit.schema.plan import ContextAttention
-from tightfit.schema.rank_option import RankOption, rank_options
+from tightfit.schema.rank_option import GROUPS, RankOption, rank_options
 from tightfit.schema.request import Request
 
 __all__ = ["doubled_of", "measured_ranks", "parallelism_of", "refuse_beside_ranks"]
@@ -42,8 +42,8 @@ def parallelism_of(
 
     `parallel` is "auto" or a mapping: "context", the number of ranks that share rows; "cfg", 2 for two groups of that
     many ranks, of which each computes one guidance prediction, or "auto" for as many as are faster; and "attention",
-    how that reaches the keys of other ranks: "gathered", "ring", "heads" or "auto". Where there is a choice, the ranks
-    are by the first of their options. Collective: every rank calls it. Raises PlanError.
+    how that reaches the keys of other ranks: "gathered", "ring", "heads" or "auto". Where there is a choice, a plan
+    makes it; until then the first option is taken. Collective: every rank calls it. Raises PlanError.
     """
     if parallel is None:
         return None
@@ -110,19 +110,19 @@ def _options(parallel: str | Mapping[str, Any], size: int) -> tuple[RankOption, 
             f'parallel={dict(parallel)}: "cfg" is 1, {GROUPS} for a group of ranks for each guidance prediction, or '
             f'"auto", not {groups!r}', cfg=groups,
         )  # fmt: skip
-    counts = [groups] if groups != "auto" else [1, GROUPS] if size % GROUPS == 0 else [1]
-    contexts = {count: parallel.get("context", max(size // count, 1)) for count in counts}
-    fewest, context = next(iter(contexts.items()))
-    if type(context) is not int:
+    context = parallel.get("context")
+    if "context" in parallel and type(context) is not int:
         raise PlanError(f'parallel={dict(parallel)}: "context" is a number of ranks, not {context!r}', context=context)
-    found = [count for count, its in contexts.items() if its * count == size]
-    if not found:
-        asked = f"{context * fewest} ranks" + f", {fewest} groups of {context}," * (fewest > 1)
+    options = rank_options(size, None if groups == "auto" else groups, context, _ways(parallel))
+    if not options:
+        fewest = 1 if groups == "auto" else groups
+        each = max(size // fewest, 1) if context is None else context
+        asked = f"{each * fewest} ranks" + f", {fewest} groups of {each}," * (fewest > 1)
         raise PlanError(
             f"parallel={dict(parallel)} is for {asked} and the process group has {size}",
-            asked=context * fewest, size=size,
+            asked=each * fewest, size=size,
         )  # fmt: skip
-    return rank_options(size, found, _ways(parallel))
+    return options
 
 
 def _ways(parallel: Mapping[str, Any]) -> tuple[ContextAttention, ...]:

@@ -129,7 +129,7 @@ def _load_under(
     left = _nothing_left if by_level and parallel is None else None  # a level leaves nothing in files
     with build_lazily(path, folder, getattr(torch, dtype), left) as checkpoint:
         ranks = parallelism_of(checkpoint.pipe, parallel, request)
-        ranks = ranks and ranks.preferring(choices)
+        ranks = ranks and ranks.as_asked(choices)
         decided = decide(checkpoint.pipe, choices | (ranks.choices if ranks else {}), request, target)
         file_weights = checkpoint.fill(_left_by(decided, target))
     if ranks is not None:

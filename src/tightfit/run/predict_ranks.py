@@ -16,7 +16,7 @@ import torch
 
 from tightfit.apply.context_parallel.doubled_inputs import DoubledInputs
 from tightfit.apply.context_parallel.executor import ContextParallel
-from tightfit.apply.context_parallel.guidance_ranks import GROUPS, GuidanceRanks
+from tightfit.apply.context_parallel.guidance_ranks import GuidanceRanks
 from tightfit.apply.context_parallel.row_shares import RowShares
 from tightfit.apply.context_parallel.simulated_ranks import SimulatedRankGroup
 from tightfit.catalog.known import card_called, known_card
@@ -102,17 +102,15 @@ def forecast_ranks(
 
 def _options(layout: RankLayout, choices: Mapping[str, Any], limits: Limits | None) -> tuple[RankOption, ...]:
     """Return the ways in which the ranks of `layout` may compute. PlanError where `choices` are for other ranks."""
-    ranks, fields = layout.ranks, Plan.from_mapping({"level": 0, **choices})
-    groups = [fields.cfg_groups]
+    fields = Plan.from_mapping({"level": 0, **choices})
     planned_anew = limits is not None or not choices.keys() - {"context", *RankOption._fields}
-    if planned_anew and "cfg_groups" not in choices and ranks % GROUPS == 0:
-        groups = [1, GROUPS]
-    planned = [choices.get("context", max(ranks // count, 1)) * count for count in groups]
-    if ranks not in planned:
-        raise PlanError(f"the plan is for {planned[0]} ranks, and these are {ranks}", context=planned[0])
-    groups = [count for count, its in zip(groups, planned, strict=True) if its == ranks]
+    groups = None if planned_anew and "cfg_groups" not in choices else fields.cfg_groups
+    context = choices.get("context")
     ways = (fields.context_attention,) if "context_attention" in choices else get_args(ContextAttention)
-    return rank_options(ranks, groups, ways)
+    if not (options := rank_options(layout.ranks, groups, context, ways)):
+        planned = (groups or 1) * (context or max(layout.ranks // (groups or 1), 1))
+        raise PlanError(f"the plan is for {planned} ranks, and these are {layout.ranks}", context=planned)
+    return options
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from tightfit.measure.call_log import CallLog
 from tightfit.plan.rank_choice import (
     alone_reason,
     exchange_reason,
+    fastest_by_groups,
     option_reasons,
     options_to_try,
     shared_weights_reason,
@@ -125,7 +126,7 @@ class RankReplanner(Replanner):
         found: dict[RankOption, Measured] = {}
         seconds: dict[RankOption, float] = {}
         refusal = None
-        everywhere = replace(self._parallel, shares_autoencoders=shares)
+        ranks = replace(self._parallel, shares_autoencoders=shares)
 
         def planned(parallel: ContextParallel) -> Measured:
             self._measurer = self._any.on(parallel) if isinstance(self._any, Measurer) else self._any
@@ -138,15 +139,16 @@ class RankReplanner(Replanner):
         while tried := options_to_try(self._parallel.options, seconds):
             for option in tried:
                 try:
-                    found[option] = planned(everywhere.by(option))
+                    found[option] = planned(ranks.with_option(option))
                 except BudgetTooSmall as error:
                     refusal = error
             own = [found[option].seconds if option in found else math.inf for option in tried]
             seconds |= zip(tried, map(max, self._on_each(own)), strict=True)
-        if not (fitting := [option for option in seconds if seconds[option] < math.inf]):
+        if not (fastest := fastest_by_groups(seconds)):
             self._refuse(refusal)
-        fastest = {each.cfg_groups: each for each in sorted(fitting, key=seconds.__getitem__, reverse=True)}
-        balanced = {count: self._by_speed(found[each], everywhere.by(each), planned) for count, each in fastest.items()}
+        balanced = {
+            count: self._by_speed(found[each], ranks.with_option(each), planned) for count, each in fastest.items()
+        }
         groups = min(balanced, key=lambda count: balanced[count].slowest)
         (plan, inputs), _, uneven = balanced[groups]
         by_groups = {count: each.slowest for count, each in balanced.items()}
@@ -170,7 +172,7 @@ class RankReplanner(Replanner):
             return Balanced(equal, max(every), [])
         shares = [round(min(every) / seconds, SHARE_DIGITS) for seconds in every]
         try:
-            other = planned(parallel.sharing_as(shares))
+            other = planned(parallel.with_shares(shares))
         except BudgetTooSmall:
             other = None
         (by_speed,) = self._on_each([math.inf if other is None else other.seconds])

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from tightfit.schema.plan import ContextAttention
 
-__all__ = ["RankOption", "rank_options"]
+__all__ = ["GROUPS", "RankOption", "rank_options"]
+
+GROUPS = 2  # of ranks: one for the unconditional prediction of guidance, one for the conditional one
 
 
 class RankOption(NamedTuple):
@@ -17,6 +19,13 @@ class RankOption(NamedTuple):
     context_attention: ContextAttention
 
 
-def rank_options(ranks: int, groups: Sequence[int], ways: Sequence[ContextAttention]) -> tuple[RankOption, ...]:
-    """Return the options of so many `ranks`, by number of groups; groups of one rank have only the first of `ways`."""
-    return tuple(RankOption(count, way) for count in groups for way in (ways if ranks > count else ways[:1]))
+def rank_options(
+    ranks: int, groups: int | None, context: int | None, ways: Sequence[ContextAttention]
+) -> tuple[RankOption, ...]:
+    """Return the options of so many `ranks`: in `groups` (None: one or two) of `context` ranks each (None: any number).
+
+    There are none if that is another number of ranks. Groups of one rank have only the first of `ways`.
+    """
+    counts = [1, GROUPS] if groups is None else [groups]
+    fitting = [count for count in counts if count * (context or ranks // count) == ranks]
+    return tuple(RankOption(count, way) for count in fitting for way in (ways if ranks > count else ways[:1]))

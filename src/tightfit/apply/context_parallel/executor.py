@@ -93,30 +93,32 @@ class ContextParallel:
         """How many groups of `rows` there are."""
         return self.group.size // self.rows.size
 
-    def by(self, option: RankOption) -> ContextParallel:
-        """Return the same in so many groups, if they may be as many, and with that kind of attention."""
+    def with_option(self, option: RankOption) -> ContextParallel:
+        """Return the same with that kind of attention, and in so many groups unless their number is fixed."""
         found = replace(self, attention=option.context_attention)
         if option.cfg_groups == self.groups or self.two_groups is None:
             return found
         return replace(found, guidance=self.two_groups if option.cfg_groups > 1 else None)
 
-    def sharing_as(self, shares: Sequence[float]) -> ContextParallel:
+    def with_shares(self, shares: Sequence[float]) -> ContextParallel:
         """Return the same, whose ranks have `shares` of the rows, in proportion; (): equal ones. Raises PlanError."""
         if shares and len(shares) != self.group.size:
-            raise PlanError(f"rank_shares={list(shares)} has not one share for each of {self.group.size} ranks")
+            raise PlanError(
+                f"rank_shares={list(shares)} has {len(shares)} shares, and there are {self.group.size} ranks"
+            )
         return replace(self, shares=RowShares(tuple(shares)) if shares else RowShares.equal(self.group.size))
 
-    def preferring(self, choices: Mapping[str, Any]) -> ContextParallel:
-        """Return the same by the first of its options that has what fields `choices` of a Plan say beyond defaults."""
-        found = self.sharing_as(choices["rank_shares"]) if choices.get("rank_shares") else self
+    def as_asked(self, choices: Mapping[str, Any]) -> ContextParallel:
+        """Return the same as a user's `choices` of Plan fields want it, as far as it may be; defaults want nothing."""
+        found = self.with_shares(choices["rank_shares"]) if choices.get("rank_shares") else self
         said = {name: choices[name] for name in RankOption._fields if name in choices}
         wanted = {name: value for name, value in said.items() if value != Plan.model_fields[name].default}
         option = next((each for each in self.options if wanted.items() <= each._asdict().items()), None)
-        return found if option is None else found.by(option)
+        return found if option is None else found.with_option(option)
 
     def following(self, plan: Plan) -> ContextParallel:
         """Return the same with the groups, shares and kind of attention that `plan` chose."""
-        return self.by(RankOption(plan.cfg_groups, plan.context_attention)).sharing_as(plan.rank_shares)
+        return self.with_option(RankOption(plan.cfg_groups, plan.context_attention)).with_shares(plan.rank_shares)
 
     def simulated(self, card: SimulatedCard) -> ContextParallel:
         """Return the same for this rank alone, on a simulated card."""

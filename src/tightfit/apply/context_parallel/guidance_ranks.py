@@ -8,11 +8,10 @@ import torch
 
 from tightfit.apply.context_parallel.rank_group import RankGroup
 from tightfit.apply.context_parallel.simulated_ranks import SimulatedRankGroup
+from tightfit.schema.rank_option import GROUPS
 from tightfit.simulator.card import SimulatedCard
 
-__all__ = ["GROUPS", "GuidanceRanks"]
-
-GROUPS = 2  # the unconditional and the conditional prediction
+__all__ = ["GuidanceRanks"]
 
 
 class GuidanceRanks:
