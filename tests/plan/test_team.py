@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import typing
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,8 @@ from plan.test_planner import CARD, CPU, GIB, HERE, MIB, RATES, component, footp
 from plan.test_turns import pipeline as turns
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.forecast import add_forecast, add_joint_forecast, share_of
-from tightfit.plan.multi_device_search import DeviceBudget, MultiDeviceSearch
+from tightfit.plan.multi_device_search import Assignment, DeviceBudget, JointSolution, MultiDeviceSearch
+from tightfit.plan.placement_search import Solution
 from tightfit.plan.planner import make_plan
 from tightfit.plan.splitting import best_split
 from tightfit.schema.footprint import Footprint
@@ -90,10 +92,15 @@ def check_that_nothing_is_better(footprint: Footprint, sizes: tuple[int, int], r
         for chosen in itertools.product(*(front.within(math.inf) for front in fronts)):
             waiting = sum(found.variant_search.ram_of(found) for found in chosen)
             if ram is None or waiting <= ram:
-                total = float(f"{sum(f.seconds for f in chosen):.9g}")
-                every.append((total, len(posts), sum(f.peak for f in chosen), waiting))
+                total = sum(f.seconds for f in chosen)
+                every.append((total, (len(posts), sum(f.peak for f in chosen), waiting)))
     found = team.best(ram)
-    assert (found and found.order) == min(every, default=None)
+    assert (found is None) == (not every)
+    if found is not None:
+        fastest, less = min(every)[0], (len(found.shares), found.peaks, found.ram)
+        assert (found.seconds, less) in every
+        assert math.isclose(found.seconds, fastest, rel_tol=1e-9)
+        assert less <= min(memory for total, memory in every if math.isclose(total, fastest, rel_tol=1e-12))
 
 
 @settings(deadline=None, max_examples=40)
@@ -190,6 +197,17 @@ def test_an_equal_card_is_not_used_where_one_is_as_fast(footprint: Footprint) ->
     assert one is not None
     assert both is not None
     assert len(both.devices) == 1 or seconds(both) < seconds(one) * (1 - 1e-10)
+
+
+def test_times_on_both_sides_of_a_rounding_limit_are_equal() -> None:
+    """Both times are 8.427131135e-4 up to rounding: rounded to nine digits, one would be 1e-9 longer than the other."""
+    share = (Assignment(0, frozenset({"unet"}), hosts=True), typing.cast("Solution", None))
+    tie = 0.0008427131135
+    one, two = JointSolution(tie, 8, 0, (share,)), JointSolution(math.nextafter(tie, 0), 9, 0, (share, share))
+    assert f"{one.seconds:.9g}" != f"{two.seconds:.9g}"
+    assert one.is_better_than(two)
+    assert not two.is_better_than(one)
+    assert two._replace(seconds=tie * (1 - 1e-8)).is_better_than(one)
 
 
 def test_a_device_too_many_is_left_alone() -> None:

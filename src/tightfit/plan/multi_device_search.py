@@ -27,7 +27,7 @@ __all__ = ["Assignment", "DeviceBudget", "JointSolution", "MultiDeviceSearch"]
 _GUESS = 0.02  # first guess of how much the best exceeds the lower bound, as a fraction of it …
 _SHORTEST = 1e-6  # … but at least this many seconds
 _BALANCING = 0.02  # fraction of its time by which a balanced solution may exceed the fastest
-_ROUNDING = 1e-9  # relative tolerance of time limits
+_ROUNDING = 1e-9  # relative difference up to which times are equal
 _OWN = {"name", "bytes", "free", "allocated", "product_name"}  # fields of an accelerator that do not affect its speed
 
 
@@ -54,10 +54,15 @@ class JointSolution(NamedTuple):
     ram: int  # bytes of host memory
     shares: tuple[tuple[Assignment, Solution], ...]  # the host's first
 
-    @property
-    def order(self) -> tuple[float, int, int, int]:
-        """What solutions are compared by: less is better. Of times that are equal up to rounding, fewer devices."""
-        return float(f"{self.seconds:.9g}"), len(self.shares), self.peaks, self.ram
+    def is_better_than(self, other: JointSolution) -> bool:
+        """Return whether it takes less time or, where times are equal up to rounding, has fewer devices or less memory.
+
+        A sum of times in another order differs in its last digits. (Rounded times would not do: two that differ by so
+        little can be on both sides of where rounding goes up.)
+        """
+        if not math.isclose(self.seconds, other.seconds, rel_tol=_ROUNDING):
+            return self.seconds < other.seconds
+        return (len(self.shares), self.peaks, self.ram) < (len(other.shares), other.peaks, other.ram)
 
 
 class MultiDeviceSearch:
@@ -275,7 +280,7 @@ def _best(
         shares = [front.within((limit - lower_bound + front.lower_bound) * (1 + _ROUNDING)) for front in fronts]
         for chosen in itertools.product(*shares):
             found = _joint_solution(assignments, chosen)
-            if (ram is None or found.ram <= ram) and (best is None or found.order < best.order):
+            if (ram is None or found.ram <= ram) and (best is None or found.is_better_than(best)):
                 best = found
         if all(front.done for front in fronts) or (best is not None and best.seconds <= limit):
             return best
