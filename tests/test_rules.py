@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
@@ -191,6 +192,25 @@ def test_the_public_face_is_imports_and_all_and_nothing_else() -> None:
     assert set(tightfit.__all__) == {alias.name for node in typed.body for alias in node.names}
     assert all(hasattr(tightfit, name) for name in tightfit.__all__)
     assert not hasattr(tightfit, "no_such_name")
+
+
+def members(public: type) -> Iterator[tuple[str, object]]:
+    """Yield the methods and properties that the class defines itself, private ones excepted."""
+    for name, value in vars(public).items():
+        function = getattr(value, "__func__", value)  # of a classmethod
+        if not name.startswith("_") and isinstance(function, (property, functools.cached_property, FunctionType)):
+            yield f"{public.__name__}.{name}", function
+
+
+def test_everything_public_has_its_own_docstring() -> None:
+    public = [(name, getattr(tightfit, name)) for name in tightfit.__all__]
+    for name, each in public:
+        inherited = isinstance(each, type) and not vars(each)["__doc__"]
+        assert each.__doc__, name
+        assert not inherited, name
+    inside = [member for _, each in public if isinstance(each, type) for member in members(each)]
+    assert len(inside) >= 40
+    assert not [name for name, each in inside if not each.__doc__]
 
 
 def test_help_needs_no_torch() -> None:

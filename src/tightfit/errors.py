@@ -43,19 +43,21 @@ class TightfitError(Exception):
 
 
 class InputError(TightfitError, ValueError):
+    """Invalid arguments. Exit code 2 on the command line."""
+
     exit_code = 2
 
 
 class RequestError(InputError):
-    pass
+    """A size, step count, prompt or other argument that the pipeline does not accept. Exit code 2."""
 
 
 class PlanError(InputError):
-    pass
+    """An invalid or unknown field of a plan, level, technique or component. Exit code 2."""
 
 
 class ModelError(InputError):
-    pass
+    """A model folder or file that cannot be used; the message names it, and the tensor. Exit code 2."""
 
 
 class CacheError(PlanError):
@@ -63,15 +65,21 @@ class CacheError(PlanError):
 
 
 class BudgetTooSmall(TightfitError):
+    """No plan fits the budget. Exit code 3.
+
+    The message says what would do, and `facts` in bytes: `needed_bytes` of the device, or `needed_devices` by name,
+    and `needed_ram`; None where no amount would do.
+    """
+
     exit_code = 3
 
 
 class RunError(TightfitError, RuntimeError):
-    pass
+    """The run itself failed, or something was asked for that is not possible now. Exit code 1."""
 
 
 class AlreadyFitted(RunError):
-    pass
+    """Not possible while the pipeline follows its current plan: `undo()` first. Exit code 1."""
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:

@@ -218,7 +218,7 @@ class Variant(Record):
 
 
 class Footprint(Record):
-    """Components of a pipeline and, if it has `phases`, their memory and work for `request`."""
+    """Components of a pipeline and, if it has `phases`, their memory (bytes) and work (operations) for `request`."""
 
     pipeline: str
     components: tuple[Component, ...]
@@ -238,10 +238,12 @@ class Footprint(Record):
 
     @property
     def activation_peak(self) -> int:
+        """Peak bytes of activations over all phases."""
         return max((phase.peak for phase in self.phases), default=0)
 
     @property
     def denoisers(self) -> tuple[str, ...]:
+        """Names of the components that run in each denoising step."""
         return tuple(component.name for component in self.components if component.role == "denoiser")
 
     @property

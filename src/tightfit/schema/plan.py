@@ -238,6 +238,7 @@ class Plan(Record):
 
     @property
     def lossless(self) -> bool:
+        """Whether the output is the same as without a plan, up to rounding."""
         return not self.lossy
 
     @property

@@ -68,7 +68,7 @@ class PhaseTrace(Record):
 
 
 class Trace(Record):
-    """Measurements of one pipeline call."""
+    """Measurements of one pipeline call, in seconds since it began, and bytes."""
 
     call: Positive = 1  # number of the call; 1 is the first
     device: str = "cpu"
@@ -83,6 +83,7 @@ class Trace(Record):
 
     @property
     def peak_bytes(self) -> int:
+        """Peak bytes of all tensors on the device over all phases."""
         return max((phase.peak_bytes for phase in self.phases), default=0)
 
     def after(self, before: Trace) -> Trace:
