@@ -88,6 +88,8 @@ def tried(rank: int, trial: Trial) -> Trial:
     case = next(case for case in (*CASES, *MORE_CASES) if case.name == trial["name"])
     expected = run(case.make(), case)
     pipe = case.make()
+    if "dtype" in trial:
+        pipe = pipe.to(getattr(torch, trial["dtype"]))
     parallel = {"context": dist.get_world_size(), "attention": trial.get("attention", "auto")}
     asked = case.call()
     request = {ours: asked[name] for ours, name in NAMES.items() if name in asked}
@@ -96,10 +98,8 @@ def tried(rank: int, trial: Trial) -> Trial:
         fitted = tightfit.fit(pipe, **within, device=device_of(rank, trial), request=request, parallel=parallel)
     except tightfit.TightfitError as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    if trial.get("unseeded"):
-        torch.manual_seed(rank)
-        drawn = pipe(**asked | {"generator": None})[0].float()
-        return {"sum": drawn.double().sum().item()}
+    if "unseeded" in trial or "dtype" in trial:
+        return {"ratio": ratio_of_errors(pipe, case)} if "dtype" in trial else {"sum": unseeded(rank, pipe, asked)}
     if trial.get("other_network") == rank:
         pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
     if trial.get("killed") == rank:
@@ -124,9 +124,12 @@ def tried(rank: int, trial: Trial) -> Trial:
             "change": apart(found, expected),
         }
     report = fitted.report()
+    height = trial.get("other_height", 0)
+    other = run(pipe, case, height).cpu() if height else None
     fitted.undo()
     return {
         "apart": apart(found, expected),
+        "other": 0.0 if other is None else apart(other, run(case.make(), case, height)),
         "same": torch.equal(found, again.cpu()),
         "undone": torch.equal(run(pipe, case), expected),
         "counts": counts(),
@@ -150,6 +153,35 @@ def device_of(rank: int, trial: Trial) -> str:
 
 def apart(found: Any, expected: Any) -> float:
     return float((found.float().cpu() - expected.cpu()).abs().max() / expected.abs().max())
+
+
+def unseeded(rank: int, pipe: Any, asked: dict[str, Any]) -> float:
+    """The sum of what is drawn without a generator, after another seed on each rank."""
+    import torch
+
+    torch.manual_seed(rank)
+    return float(pipe(**asked | {"generator": None})[0].double().sum())
+
+
+def ratio_of_errors(pipe: Any, case: Any) -> float:
+    """How many times as far from float32 as one process's pictures the ranks' are, the same weights given."""
+    import torch
+
+    from half_precision import error_ratio, is_sure, squares_of_error
+
+    whole = case.make().to(pipe.dtype)
+    exact = case.make().to(pipe.dtype).to(torch.float32)
+    own, others = torch.zeros(0), torch.zeros(0)
+    for seed in range(1, MOST_INPUTS + 1):
+        found, alone, right = (
+            each(**case.call() | {"generator": torch.Generator().manual_seed(seed)})[0].float().cpu()
+            for each in (pipe, whole, exact)
+        )
+        own = torch.cat((own, squares_of_error(found, right)))
+        others = torch.cat((others, squares_of_error(alone, right)))
+        if is_sure(ratio := error_ratio(own, others)):
+            break
+    return ratio[0]
 
 
 def rescaled(pipe: Any, case: Any) -> Any:
@@ -178,6 +210,7 @@ def failed(rank: int, trial: Trial, pipe: Any, asked: dict[str, Any]) -> Trial:
 
 
 HELD = 20  # seconds
+MOST_INPUTS = 30
 NAMES = {"height": "height", "width": "width", "frames": "num_frames"}
 
 if __name__ == "__main__":

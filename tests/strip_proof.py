@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from half_precision import FARTHER, error_ratio, is_sure, squares_of_error
 from inspection import assert_same, imprint
 from tightfit import fit
 from tightfit.schema.results import Trace
@@ -35,8 +36,6 @@ HEAD = ("class", "method", "how", "float32", *HALVES, "maps on the device", "map
 TINY = tuple(case for case in CASES if not case.large)
 
 ROUNDING = 1e-5  # of the largest value: how far float32 may be from whole execution
-FARTHER = 1.02  # times as far from float32 as whole execution is: how far half precision may be
-SURE = 0.005  # the standard error up to which that is measured, where two of them reach beyond what may be
 MOST_INPUTS = 12
 BATCH = 3
 ONE_STRIP, SMALLEST = 10**12, 1  # bytes for strips
@@ -216,31 +215,13 @@ def _farther(work: _Work, dtype: torch.dtype) -> float:
     for seed in range(1, MOST_INPUTS + 1):
         given = work.wide(seed).to(dtype)
         exact = work(reference, given.float())
-        squares_of_whole = torch.cat((squares_of_whole, _squares(work(model, given), exact)))
+        squares_of_whole = torch.cat((squares_of_whole, squares_of_error(work(model, given), exact)))
         for number, plan in enumerate(plans):
-            squares[number] = torch.cat((squares[number], _squares(_run(work, model, given, plan)[0], exact)))
-        ratios = [_ratio(some, squares_of_whole) for some in squares.values()]
-        if all(uncertain <= SURE or ratio + 2 * uncertain <= FARTHER for ratio, uncertain in ratios):
+            squares[number] = torch.cat((squares[number], squares_of_error(_run(work, model, given, plan)[0], exact)))
+        ratios = [error_ratio(some, squares_of_whole) for some in squares.values()]
+        if all(map(is_sure, ratios)):
             break
     return max(ratio for ratio, _ in ratios)
-
-
-def _squares(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Sums of squared differences, of parts of each item."""
-    assert found.shape == exact.shape
-    parts = (found.double() - exact.double()).square().chunk(8, -1)
-    return torch.cat([part.flatten(1).sum(1) for part in parts])
-
-
-def _ratio(squares: torch.Tensor, of_whole: torch.Tensor) -> tuple[float, float]:
-    """By what factor the one distance is larger than the other, and its standard error as the parts tell it."""
-    if not squares.isfinite().all():
-        return math.inf, 0.0
-    if not squares.sum() and not of_whole.sum():
-        return 1.0, 0.0
-    ratio = squares.sum() / of_whole.sum()
-    error = (squares - ratio * of_whole).square().sum().sqrt() / of_whole.sum()
-    return math.sqrt(ratio), float(error / (2 * ratio.sqrt()))
 
 
 def rows_of(page: str) -> list[str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import tightfit.apply.activations
-from strip_proof import FARTHER, PAGE, ROUNDING, TINY, prove, rows_of
+from half_precision import FARTHER
+from strip_proof import PAGE, ROUNDING, TINY, prove, rows_of
 from tiny_autoencoders import OPTIONAL_PARTS, TinyAutoencoder
 
 # one of them looks at neighbourhoods by flex attention, which has no compiled kernel here

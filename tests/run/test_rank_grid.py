@@ -1,0 +1,48 @@
+"""Each tiny pipeline on two, three and four ranks, with each kind of attention: the numbers of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from context_ranks import Trial, run_ranks
+from half_precision import FARTHER
+from more_pipelines import MORE_CASES
+from tiny_pipelines import CASES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+]
+
+CLOSE = 1e-5  # of the largest value: kernels round other numbers of rows differently
+STRIPS = {"level": 3, "vae": {"strips": 2**16, "shared": False}}
+NAMES = [case.name for case in (*CASES, *MORE_CASES)]
+
+
+def trials_of(name: str) -> list[Trial]:
+    common: Trial = {"name": name, "other_height": 96}
+    return [
+        {**common, "plan": {"level": 3}, "attention": "gathered"},
+        {**common, "plan": STRIPS, "attention": "ring"},
+        {**common, "level": 0, "attention": "heads"},
+        {"name": name, "level": 1, "attention": "ring", "dtype": "bfloat16"},
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_draw_what_one_process_draws(name: str, size: int) -> None:
+    trials = trials_of(name)
+    said = run_ranks(size, trials, timeout=1200)
+    assert [len(each) for each in said] == [len(trials)] * size, said
+    for trial, *ranks in zip(trials, *said, strict=True):
+        one = ranks[0]
+        if "dtype" in trial:
+            assert one["ratio"] <= FARTHER, (trial, one)
+            continue
+        assert len({(each["apart"], each["other"]) for each in ranks}) == 1, (trial, ranks)
+        assert one["apart"] <= CLOSE, (trial, one)
+        assert one["other"] <= CLOSE, (trial, one)
+        assert one["same"], trial
+        assert one["undone"], trial
