@@ -45,6 +45,9 @@ def run_ranks(
         finally:
             for rank in ranks:
                 rank.kill()
+    for number, (rank, (_, err)) in enumerate(zip(ranks, said, strict=True)):
+        if rank.returncode:  # shown by pytest if the test fails
+            print(f"rank {number} ended with {rank.returncode}: {err[-3000:]}", file=sys.stderr)
     return [
         [json.loads(line) for line in out.splitlines() if line.startswith("{")] or [{"stderr": err}]
         for out, err in said

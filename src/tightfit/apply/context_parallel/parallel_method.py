@@ -82,6 +82,8 @@ class ParallelMethod:
             if isinstance(prepared, str):
                 self._recorder.note(f"{self._name}.{self._method} runs whole on every rank: {prepared}")
                 return plain(module, *args, **kwargs)
+            if prepared.plan.gathered:
+                self._recorder.note(f"{self._name}.{self._method}: {prepared.plan.gathered}")
             group = self._sharing.group
             with group.call():
                 group.check_same(self._name, [*tensors, prepared.digest], "has other arguments, or another network,")

@@ -18,6 +18,7 @@ from tightfit.schema.plan import ContextAttention
 __all__ = ["RankPlan", "RankStage", "sliced_rows"]
 
 NOTHING = Span(0, 0)
+ATTENTION = "scaled_dot_product_attention"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,24 @@ class RankPlan:
     def stages(self) -> tuple[RankStage, ...]:
         return tuple(map(self._planned, self.graph.stages))
 
+    @cached_property
+    def gathered(self) -> str:
+        """Which attentions gather keys although they were to be in a ring or by heads, and why; "" if none does.
+
+        Attention with one head, as autoencoders have it, cannot be by heads, and is not named.
+        """
+        nodes, ranks = self.graph.program.nodes, len(self._ranks)
+        every = [(i, stage) for stage in self.stages for i in stage.stage.strips if nodes[i].word == ATTENTION]
+        left = [nodes[index] for index, stage in every if index not in stage.attends]
+        if self.attention == "ring":
+            count, because = sum(len(each.sources) > 3 for each in left), "a ring takes no masks"
+        else:
+            heads = [nodes[each.sources[0]].shape[1] for each in left]
+            undivided = [each for each in heads if each > 1 and each % ranks and self.attention == "heads"]
+            count = len(undivided)
+            because = f"{ranks} ranks cannot share {' or '.join(map(str, sorted(set(undivided))))} heads"
+        return f"{count} of {len(every)} attentions gather keys, since {because}" if count else ""
+
     def share(self, rank: int, index: int) -> Span:
         """Return the rows of a node's output that `rank` answers for."""
         return self.shares.of(rank, self.graph.program.nodes[index].rows)
@@ -71,7 +90,7 @@ class RankPlan:
     def _exchanges(self, index: int, queries: Sequence[Span]) -> bool:
         """Whether ranks exchange keys or heads of this node, an attention, instead of gathering its keys."""
         node = self.graph.program.nodes[index]
-        if self.attention == "gathered" or self._count > 1 or node.word != "scaled_dot_product_attention":
+        if self.attention == "gathered" or self._count > 1 or node.word != ATTENTION:
             return False
         query, key, value, *masks = (self.graph.program.nodes[source] for source in node.sources)
         by_rows = all(self.distributed(source) for source in node.sources[:3])
