@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from tightfit.apply.activations.exporting import without_weights
@@ -28,6 +30,17 @@ class SelfAttention(nn.Module):
         mask = (torch.arange(rows * columns, device=x.device) < rows * columns // 2)[None] if self.masked else None
         found = F.scaled_dot_product_attention(tokens, tokens, tokens, mask)
         return x + found.transpose(1, 2).flatten(2).transpose(1, 2).unflatten(2, (rows, columns))
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), st.integers(0, 100))
+def test_each_rank_has_a_row_however_slow_it_is(speeds: list[float], more: int) -> None:
+    rows, ranks = len(speeds) + more, range(len(speeds))
+    spans = [RowShares(tuple(speeds)).of(rank, rows) for rank in ranks]
+    assert [row for span in spans for row in range(span.lo, span.hi)] == list(range(rows))
+    assert all(span.lo < span.hi for span in spans)
+    equal = [RowShares.equal(len(speeds)).of(rank, rows) for rank in ranks]
+    lengths = [span.hi - span.lo for span in equal]
+    assert lengths[0] == max(lengths) <= min(lengths) + 1
 
 
 @pytest.mark.parametrize(

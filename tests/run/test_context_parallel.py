@@ -30,7 +30,7 @@ FAILS: Trial = {"name": "StableDiffusion", "level": 0, "fails": 1}
 def test_two_ranks_draw_what_one_process_draws() -> None:
     unseeded = {"name": "StableDiffusion", "level": 0, "unseeded": True}
     trials = [
-        {"name": "StableDiffusion", "level": 0, "attention": "gathered"},
+        {"name": "StableDiffusion", "plan": {"level": 0, "rank_shares": [20, 1]}, "attention": "gathered"},
         {"name": "StableDiffusion", "plan": {"level": 3, "vae": {"shared": False}}, "attention": "heads"},
         {"name": "Flux", "plan": {"level": 3, "rank_shares": [3, 1]}, "attention": "ring"},
         {"name": "StableDiffusion", "budget": "56MB", "attention": "ring"},
@@ -56,7 +56,8 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
         assert one["same"], trial
         assert one["undone"], trial
         assert not [note for note in one["notes"] if "every rank" in note]
-        shares = " as 3 : 1" if "rank_shares" in trial.get("plan", {}) else ""
+        speeds = trial.get("plan", {}).get("rank_shares", [])
+        shares = f" as {' : '.join(map(str, speeds))}" if speeds else ""
         assert f"  2 ranks share the rows{shares}, attention " in one["plan"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ __all__ = ["RowShares", "Transfer", "missing", "transfers"]
 class RowShares:
     """Contiguous shares of any number of rows, in the order of ranks, in proportion to their `speeds`.
 
-    Of equal shares, which differ by a row at the most, rank 0 has the largest of any number of rows.
+    Each rank has a row at the least, if there are as many. Of equal shares, which differ by a row at the most, rank 0
+    has the largest of any number of rows.
     """
 
     speeds: tuple[float, ...]
@@ -27,12 +29,20 @@ class RowShares:
         return cls((1.0,) * count)
 
     def of(self, rank: int, rows: int) -> Span:
-        """Return the share of `rank`; it is empty if there are too few rows."""
-        return Span(self._border(rank, rows), self._border(rank + 1, rows))
+        """Return the share of `rank`; it is empty if there are fewer rows than ranks."""
+        borders = _borders(self.speeds, rows)
+        return Span(borders[rank], borders[rank + 1])
 
-    def _border(self, rank: int, rows: int) -> int:
-        share = Fraction(sum(self.speeds[:rank])) / Fraction(sum(self.speeds))  # exact: ceil of 2.0000001 would be 3
-        return math.ceil(rows * share)
+
+@functools.lru_cache(maxsize=4096)
+def _borders(speeds: tuple[float, ...], rows: int) -> tuple[int, ...]:
+    """Return where the share of each rank begins, and where the last one ends."""
+    exact = [Fraction(speed) for speed in speeds]  # of floats, the ceil of 2.0000001 would be 3
+    borders = [math.ceil(rows * sum(exact[:rank]) / sum(exact)) for rank in range(len(speeds) + 1)]
+    if rows >= len(speeds):
+        for rank in range(1, len(speeds)):
+            borders[rank] = min(max(borders[rank], borders[rank - 1] + 1), rows - (len(speeds) - rank))
+    return tuple(borders)
 
 
 class Transfer(NamedTuple):
