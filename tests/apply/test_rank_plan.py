@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,10 +14,15 @@ from torch import nn
 
 from tightfit.apply.activations.exporting import without_weights
 from tightfit.apply.activations.strips.export_graph import capture
+from tightfit.apply.activations.strips.rows import Span
 from tightfit.apply.activations.strips.stages import StageGraph
+from tightfit.apply.context_parallel.attention import AttentionInputs, attend_in_ring
 from tightfit.apply.context_parallel.rank_plan import RankPlan
 from tightfit.apply.context_parallel.row_shares import RowShares
 from tightfit.schema.plan import ContextAttention
+
+if TYPE_CHECKING:
+    from tightfit.apply.context_parallel.rank_group import RankGroup
 
 
 class SelfAttention(nn.Module):
@@ -30,6 +38,31 @@ class SelfAttention(nn.Module):
         mask = (torch.arange(rows * columns, device=x.device) < rows * columns // 2)[None] if self.masked else None
         found = F.scaled_dot_product_attention(tokens, tokens, tokens, mask)
         return x + found.transpose(1, 2).flatten(2).transpose(1, 2).unflatten(2, (rows, columns))
+
+
+class _Ring:
+    """What the first of `size` ranks sees of a ring, on which keys and values pass by."""
+
+    def __init__(self, pairs: list[torch.Tensor]) -> None:
+        self.rank, self.size, self._coming = 0, len(pairs), iter(reversed(pairs[1:]))
+
+    def pass_on(self, _: torch.Tensor, coming: torch.Tensor) -> Callable[[], object]:
+        return lambda: coming.copy_(next(self._coming))
+
+
+def test_a_ring_is_as_exact_as_attention_to_all_keys_at_once() -> None:
+    squares = torch.zeros(2, dtype=torch.float64)
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        query, key, value = (torch.randn(1, 4, 96, 16, generator=generator) + more for more in (0, 0, 3))
+        exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double())
+        shares = [Span(0, 40), Span(40, 41), Span(41, 96)]
+        pairs = [torch.stack((key, value))[..., span.lo : span.hi, :] for span in shares]
+        inputs = AttentionInputs(query, *pairs[0], None, None)
+        ring = attend_in_ring(inputs, shares, cast("RankGroup", _Ring(pairs)))
+        whole = F.scaled_dot_product_attention(query, key, value)
+        squares += torch.stack([(found - exact).square().mean() for found in (ring, whole)])
+    assert squares[0] <= squares[1]
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), st.integers(0, 100))
