@@ -32,7 +32,7 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
     trials = [
         {"name": "StableDiffusion", "plan": {"level": 0, "rank_shares": [20, 1]}, "attention": "gathered"},
         {"name": "StableDiffusion", "plan": {"level": 3, "vae": {"shared": False}}, "attention": "heads"},
-        {"name": "Flux", "plan": {"level": 3, "rank_shares": [3, 1]}, "attention": "ring"},
+        {"name": "Flux", "plan": {"level": 3, "rank_shares": [3, 1]}, "attention": "ring", "unknown": True},
         {"name": "StableDiffusion", "budget": "56MB", "attention": "ring"},
     ]
     said = run_ranks(2, [FAILS, OTHER, TOO_SMALL, CHANGED, unseeded, *trials])

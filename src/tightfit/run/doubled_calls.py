@@ -21,6 +21,7 @@ from tightfit.schema.request import Request
 __all__ = ["doubled_inputs_of"]
 
 STEPS = 10  # of the simulated calls: those from a picture leave some out
+FRAMES = 17  # of a clip to start from, if the request has no number: what grows with the height is the same for any
 BINS = "use_resolution_binning"  # some pipelines replace the height and width by others, unless this is False
 
 
@@ -37,9 +38,11 @@ def doubled_inputs_of(pipe: Any, request: Request) -> dict[str, DoubledInputs | 
     shape, side = shape_of(pipe, request), usual_side(pipe)
     height, width = shape.height or side, shape.width or side
     arguments = dict(request.arguments)
-    if BINS in inspect.signature(type(pipe).__call__).parameters:
+    taken = inspect.signature(type(pipe).__call__).parameters
+    if BINS in taken:
         arguments[BINS] = False
-    same = {"width": width, "steps": STEPS, "arguments": arguments}
+    frames = request.frames or (FRAMES if "video" in taken else None)
+    same = {"width": width, "frames": frames, "steps": STEPS, "arguments": arguments}
     calls, twice = (
         _recorded(pipe, request.model_copy(update={"height": each, **same})) for each in (height, 2 * height)
     )

@@ -5,7 +5,7 @@ Two recorded calls, of which one is for twice the height, show them: dimensions 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,31 @@ class DoubledInputs:
             raise UnsupportedGraph("none of its arguments grows with the height")
         return cls(str(form), found)
 
+    @classmethod
+    def guesses(cls, call: ComponentArguments) -> Iterator[DoubledInputs]:
+        """Yield what may grow with the height in `call`, by shapes alone, where no second call shows it.
+
+        First the rows of all maps, (batch, channels, …, height, width); then tables of positions beside them, (tokens,
+        width); then the tokens of a sequence, (batch, tokens, width), and whatever else has as many; then also one of
+        the numbers into which these divide, such as the height in patches. A guess that does not fit the network is
+        noticed when that is exported at both sizes; any that does gives the same numbers.
+        """
+        leaves, form = call.flat()
+        maps = tuple(map(_rows_of_map, leaves))
+        with_tables = tuple(map(_rows_of_map_or_table, leaves))
+        if any(maps):
+            yield cls(str(form), maps)
+            if with_tables != maps:
+                yield cls(str(form), with_tables)
+        sequences = [x for x in leaves if isinstance(x, torch.Tensor) and x.ndim == 3 and x.is_floating_point()]
+        if sequences:
+            tokens = sequences[0].shape[1]
+            dims = tuple(_dims_of(leaf, tokens) for leaf in leaves)
+            yield cls(str(form), dims)
+            for place, leaf in enumerate(leaves):
+                if type(leaf) is int and leaf > 1 and tokens % leaf == 0:
+                    yield cls(str(form), (*dims[:place], True, *dims[place + 1 :]))
+
     def double(self, call: ComponentArguments) -> tuple[list[Any], Any]:
         """Return the leaves and the form of `call` at twice the height, tensors as shapes on "meta"."""
         leaves, form = call.flat()
@@ -53,6 +78,21 @@ class DoubledInputs:
             raise UnsupportedGraph(f"it is called with {form}, not with {self.form} as in the recorded call")
         pairs = zip(leaves, self.leaves, strict=True)
         return [_grown(leaf, growing) for leaf, growing in pairs], form
+
+
+def _rows_of_map(leaf: Any) -> tuple[int, ...]:
+    return (leaf.ndim - 2,) if isinstance(leaf, torch.Tensor) and leaf.ndim >= 4 and leaf.shape[-2] > 1 else ()
+
+
+def _rows_of_map_or_table(leaf: Any) -> tuple[int, ...]:
+    is_table = isinstance(leaf, torch.Tensor) and leaf.ndim == 2 and leaf.is_floating_point()
+    return (0,) if is_table else _rows_of_map(leaf)
+
+
+def _dims_of(leaf: Any, size: int) -> tuple[int, ...]:
+    """Return which of the first two dimensions of a tensor, the last one excepted, have this size."""
+    shape = leaf.shape[:2] if isinstance(leaf, torch.Tensor) else ()
+    return tuple(dim for dim, length in enumerate(shape) if length == size and dim < leaf.ndim - 1)
 
 
 def _doubled(one: Any, other: Any) -> tuple[int, ...] | bool:

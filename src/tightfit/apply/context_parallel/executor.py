@@ -42,7 +42,7 @@ class ContextParallel:
     group: RankGroup
     shares: RowShares  # of all ranks; in each of two groups, in the same proportions
     attention: ContextAttention
-    doubled: Mapping[str, DoubledInputs | str]  # of denoisers; or why one runs whole on every rank
+    doubled: Mapping[str, DoubledInputs | str]  # of denoisers; or why that is not known before their first call
     exchange_rates: ExchangeRates | None = None  # None: not measured
     guidance: GuidanceRanks | None = None  # None: all ranks are one group
     two_groups: GuidanceRanks | None = None  # `guidance` under a plan for two groups; None: there is no choice

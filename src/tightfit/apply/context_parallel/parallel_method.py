@@ -64,7 +64,7 @@ class ParallelMethod:
         self, kind: type[nn.Module], name: str, method: str, sharing: RowSharing, recorder: Recorder,
         doubled: DoubledInputs | str = "",
     ) -> None:  # fmt: skip
-        """`doubled`: which inputs of a denoiser's `forward` grow with the height, or why it runs whole."""
+        """`doubled`: which inputs of a denoiser's `forward` grow with the height; else why that is not known."""
         self._kind, self._name, self._method = kind, name, method
         self._sharing, self._recorder, self._doubled = sharing, recorder, doubled
         self._known = LatestUsed[Any, _PreparedCall | str]()  # or the reason why not, by arguments
@@ -116,9 +116,12 @@ class ParallelMethod:
 
     def _take_apart(self, module: nn.Module, call: ComponentArguments) -> tuple[Program, Rebuild]:
         if self._method == "forward":
-            if isinstance(self._doubled, str):
-                raise UnsupportedGraph(self._doubled)
-            return _program_of(module, self._kind, self._method, call, self._doubled)
+            if not isinstance(self._doubled, str):
+                return _program_of(module, self._kind, self._method, call, self._doubled)
+            for guess in DoubledInputs.guesses(call):
+                with contextlib.suppress(UnsupportedGraph):
+                    return _program_of(module, self._kind, self._method, call, guess)
+            raise UnsupportedGraph(self._doubled)
         (first, *others), kwargs = call.args, dict(call.kwargs)  # an autoencoder's first argument alone has rows
         program, _, rebuild = program_of(
             module, self._kind, self._method, first, *tree_flatten((tuple(others), kwargs))
