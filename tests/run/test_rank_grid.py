@@ -18,7 +18,7 @@ pytestmark = [
 CLOSE = 1e-5  # of the largest value: kernels round other numbers of rows differently
 # nobody can say beforehand how these are called at twice the height
 OTHERS = (
-    "AnimateDiffControlNet", "CogVideoXFunControl", "CogView4Control", "FluxControlNet",
+    "AnimateDiffControlNet", "Chroma", "CogVideoXFunControl", "CogView4Control", "FluxControlNet",
     "StableDiffusionControlNetInpaint", "WanVideoToVideo",
 )  # fmt: skip
 STRIPS = {"level": 3, "vae": {"strips": 2**16, "shared": False}}

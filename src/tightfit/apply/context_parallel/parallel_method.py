@@ -120,7 +120,7 @@ class ParallelMethod:
                 return _program_of(module, self._kind, self._method, call, self._doubled)
             for guess in DoubledInputs.guesses(call):
                 with contextlib.suppress(UnsupportedGraph):
-                    return _program_of(module, self._kind, self._method, call, guess)
+                    return _program_of(module, self._kind, self._method, call, guess, guessed=True)
             raise UnsupportedGraph(self._doubled)
         (first, *others), kwargs = call.args, dict(call.kwargs)  # an autoencoder's first argument alone has rows
         program, _, rebuild = program_of(
@@ -130,11 +130,12 @@ class ParallelMethod:
 
 
 def _program_of(
-    module: nn.Module, kind: type[nn.Module], method: str, call: ComponentArguments, doubled: DoubledInputs
-) -> tuple[Program, Rebuild]:
+    module: nn.Module, kind: type[nn.Module], method: str, call: ComponentArguments, doubled: DoubledInputs,
+    *, guessed: bool = False,
+) -> tuple[Program, Rebuild]:  # fmt: skip
     """Return the program of a call, and a function that rebuilds its output from tensors. Raises UnsupportedGraph.
 
-    Programs are cached on disk.
+    Programs are cached on disk. What is only `guessed` to be doubled is first tried by shapes, which takes less time.
     """
     leaves, form = call.flat()
     others, _ = doubled.double(call)
@@ -154,6 +155,11 @@ def _program_of(
     double, given = to_export(module, kind, leaves)
     mark = mark_of_call(double, method, (form, doubled.leaves), leaves)
     work_around(double)
+    if guessed:
+        try:
+            play(lambda: run(double, *_tensors(others)))
+        except NotExported as reason:
+            raise UnsupportedGraph(str(reason)) from reason
     make = functools.partial(capture_at, double, run, given, _tensors(others))
     program = kept_program(mark and f"{mark}-{code_mark():.16}", double, given, make)
     if not rebuild:  # the program was cached, so the type of the output is not known yet
