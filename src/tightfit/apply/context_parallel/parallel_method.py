@@ -116,12 +116,14 @@ class ParallelMethod:
 
     def _take_apart(self, module: nn.Module, call: ComponentArguments) -> tuple[Program, Rebuild]:
         if self._method == "forward":
-            if not isinstance(self._doubled, str):
-                return _program_of(module, self._kind, self._method, call, self._doubled)
-            for guess in DoubledInputs.guesses(call):
-                with contextlib.suppress(UnsupportedGraph):
-                    return _program_of(module, self._kind, self._method, call, guess, guessed=True)
-            raise UnsupportedGraph(self._doubled)
+            because = [self._doubled] if isinstance(self._doubled, str) else []
+            known = [] if isinstance(self._doubled, str) else [self._doubled]
+            for each in dict.fromkeys((*known, *DoubledInputs.guesses(call))):
+                try:
+                    return _program_of(module, self._kind, self._method, call, each, guessed=each not in known)
+                except UnsupportedGraph as reason:
+                    because.append(str(reason))
+            raise UnsupportedGraph(because[0])
         (first, *others), kwargs = call.args, dict(call.kwargs)  # an autoencoder's first argument alone has rows
         program, _, rebuild = program_of(
             module, self._kind, self._method, first, *tree_flatten((tuple(others), kwargs))
