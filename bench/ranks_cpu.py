@@ -4,7 +4,7 @@
 
 Each round, one process makes the call alone (the other waits), both make it together over gloo, and both compute the
 larger rank's share at the same time without sending anything: that is the ceiling of what sharing could reach on this
-computer. Writes bench/results/ranks-cpu.json. Wants an idle computer with two cores.
+computer. Writes bench/results/ranks-cpu.json, and keeps its rows of other cases. Wants an idle computer with two cores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from measuring import counting, fill_at_random, write
+from measuring import RESULTS, counting, fill_at_random, write
 from tightfit.apply.context_parallel.doubled_inputs import ComponentArguments, DoubledInputs
 from tightfit.apply.context_parallel.parallel_method import ParallelMethod, RowSharing
 from tightfit.apply.context_parallel.rank_group import RankGroup
@@ -177,12 +177,13 @@ def main() -> None:
     if options.rank is not None:
         rank_main(options.rank, options.store, options.cases, options.rounds)
         return
-    rows = {}
+    before = RESULTS / "ranks-cpu.json"
+    rows = json.loads(before.read_text())["rows"] if before.exists() else {}
     for case in options.cases.split(","):
-        rows[case] = measured(case, options.rounds)
+        rows[case] = measured(case, options.rounds) | {"load": os.getloadavg()[0]}
         short = {name: round(rows[case][name], 3) for name in ("faster", "ceiling", "reached", "memory")}
         print(case, short, f"error {rows[case]['error']:.1e}", flush=True)
-    write("ranks-cpu", {"load": os.getloadavg()[0], "rows": rows})
+        write("ranks-cpu", {"rows": rows})
 
 
 if __name__ == "__main__":
