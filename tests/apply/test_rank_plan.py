@@ -1,4 +1,4 @@
-"""How ranks share an attention: whose keys are gathered although another kind was asked for, and why."""
+"""Shares of rows, and attention among ranks: how exact a ring is, and whose keys are gathered all the same."""
 
 from __future__ import annotations
 
@@ -92,4 +92,4 @@ def test_keys_that_are_gathered_nevertheless_are_named(
 ) -> None:
     x = torch.empty(1, 8, 12, 4, device="meta")
     program = capture(without_weights(model), lambda double, x: [double.decode(x)], [x])
-    assert RankPlan(StageGraph(program), RowShares.equal(ranks), attention).gathered == said
+    assert RankPlan(StageGraph(program), RowShares.equal(ranks), attention).gathered_note == said

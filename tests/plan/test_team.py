@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import typing
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from hypothesis import given, settings
@@ -16,13 +16,15 @@ from plan.test_turns import pipeline as turns
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.forecast import add_forecast, add_joint_forecast, share_of
 from tightfit.plan.multi_device_search import Assignment, DeviceBudget, JointSolution, MultiDeviceSearch
-from tightfit.plan.placement_search import Solution
 from tightfit.plan.planner import make_plan
 from tightfit.plan.splitting import best_split
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Budget, Machine
 from tightfit.schema.plan import Plan, VaePlan
 from tightfit.schema.request import Request
+
+if TYPE_CHECKING:
+    from tightfit.plan.placement_search import Solution
 
 OTHER = CARD.model_copy(update={"name": "cuda:1"})
 SLOW = CARD.model_copy(update={"name": "cuda:1", "arithmetic_rates": {"float16": 2e12}, "link_rate": 4e9})
@@ -201,7 +203,7 @@ def test_an_equal_card_is_not_used_where_one_is_as_fast(footprint: Footprint) ->
 
 def test_times_on_both_sides_of_a_rounding_limit_are_equal() -> None:
     """Both times are 8.427131135e-4 up to rounding: rounded to nine digits, one would be 1e-9 longer than the other."""
-    share = (Assignment(0, frozenset({"unet"}), hosts=True), typing.cast("Solution", None))
+    share = (Assignment(0, frozenset({"unet"}), hosts=True), cast("Solution", None))
     tie = 0.0008427131135
     one, two = JointSolution(tie, 8, 0, (share,)), JointSolution(math.nextafter(tie, 0), 9, 0, (share, share))
     assert f"{one.seconds:.9g}" != f"{two.seconds:.9g}"

@@ -40,6 +40,8 @@ def test_ranks_share_networks_whose_inputs_nobody_can_make_up() -> None:
     said = run_ranks(2, trials, timeout=1200)
     for trial, one, other in zip(trials, *said, strict=True):
         assert one["apart"] == other["apart"] <= CLOSE, (trial, one)
+        assert one["same"], trial
+        assert one["undone"], trial
         assert not [note for note in one["notes"] if "whole on every rank" in note], (trial, one)
 
 

@@ -1,6 +1,7 @@
 """Which sizes among a network's inputs grow with a picture's height: of a call, the same call at twice the height.
 
 Two recorded calls, of which one is for twice the height, show them: dimensions and numbers that are twice as large.
+Where there are no such calls, shapes give a few guesses.
 """
 
 from __future__ import annotations

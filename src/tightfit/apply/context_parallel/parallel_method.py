@@ -82,8 +82,8 @@ class ParallelMethod:
             if isinstance(prepared, str):
                 self._recorder.note(f"{self._name}.{self._method} runs whole on every rank: {prepared}")
                 return plain(module, *args, **kwargs)
-            if prepared.plan.gathered:
-                self._recorder.note(f"{self._name}.{self._method}: {prepared.plan.gathered}")
+            if prepared.plan.gathered_note:
+                self._recorder.note(f"{self._name}.{self._method}: {prepared.plan.gathered_note}")
             group = self._sharing.group
             with group.call():
                 group.check_same(self._name, [*tensors, prepared.digest], "has other arguments, or another network,")
@@ -116,8 +116,7 @@ class ParallelMethod:
 
     def _take_apart(self, module: nn.Module, call: ComponentArguments) -> tuple[Program, Rebuild]:
         if self._method == "forward":
-            because = [self._doubled] if isinstance(self._doubled, str) else []
-            known = [] if isinstance(self._doubled, str) else [self._doubled]
+            known, because = ([], [self._doubled]) if isinstance(self._doubled, str) else ([self._doubled], [])
             for each in dict.fromkeys((*known, *DoubledInputs.guesses(call))):
                 try:
                     return _program_of(module, self._kind, self._method, call, each, guessed=each not in known)

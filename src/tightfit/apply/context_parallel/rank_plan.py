@@ -51,7 +51,7 @@ class RankPlan:
         return tuple(map(self._planned, self.graph.stages))
 
     @cached_property
-    def gathered(self) -> str:
+    def gathered_note(self) -> str:
         """Which attentions gather keys although they were to be in a ring or by heads, and why; "" if none does.
 
         Attention with one head, as autoencoders have it, cannot be by heads, and is not named.
