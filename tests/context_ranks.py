@@ -99,14 +99,20 @@ def tried(rank: int, trial: Trial) -> Trial:
     parallel = {"context": dist.get_world_size(), "attention": trial.get("attention", "auto")}
     asked = case.call()
     request = {ours: asked[name] for ours, name in NAMES.items() if name in asked}
+    request |= {"height": trial["tall"]} if "tall" in trial else {}
     within = {name: trial[name] for name in ("level", "budget", "plan") if name in trial}
     try:
         with unknown if trial.get("unknown") else contextlib.nullcontext():  # which inputs grow with the height
             fitted = tightfit.fit(pipe, **within, device=device_of(rank, trial), request=request, parallel=parallel)
     except tightfit.TightfitError as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    if "unseeded" in trial or "dtype" in trial:
-        return {"ratio": ratio_of_errors(pipe, case)} if "dtype" in trial else {"sum": unseeded(rank, pipe, asked)}
+    others = {
+        "tall": lambda: tall(pipe, case, trial, fitted),
+        "dtype": lambda: {"ratio": ratio_of_errors(pipe, case)},
+        "unseeded": lambda: {"sum": unseeded(rank, pipe, asked)},
+    }
+    if other := next((name for name in others if name in trial), None):
+        return others[other]()
     if trial.get("other_network") == rank:
         pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
     if trial.get("killed") == rank:
@@ -131,12 +137,14 @@ def tried(rank: int, trial: Trial) -> Trial:
             "change": apart(found, expected),
         }
     report = fitted.report()
+    decoded = decoded_apart(pipe, case.make(), trial["decodes"]) if "decodes" in trial else 0.0
     height = trial.get("other_height", 0)
     other = run(pipe, case, height).cpu() if height else None
     fitted.undo()
     return {
         "apart": apart(found, expected),
         "other": 0.0 if other is None else apart(other, run(case.make(), case, height)),
+        "decoded": decoded,
         "same": torch.equal(found, again.cpu()),
         "undone": torch.equal(run(pipe, case), expected),
         "counts": counts(),
@@ -160,6 +168,36 @@ def device_of(rank: int, trial: Trial) -> str:
 
 def apart(found: Any, expected: Any) -> float:
     return float((found.float().cpu() - expected.cpu()).abs().max() / expected.abs().max())
+
+
+def decoded_apart(pipe: Any, whole: Any, items: int) -> float:
+    """How far a batch of latents that are decoded on all ranks, given by keyword, is from what one process decodes."""
+    import torch
+
+    latents = torch.randn((items, 4, 8, 8), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return apart(pipe.vae.decode(z=latents.to(pipe.device)).sample, whole.vae.decode(latents).sample)
+
+
+def tall(pipe: Any, case: Any, trial: Trial, fitted: Any) -> Trial:
+    """A picture of that height under the plan for it, beside what the ranks draw with enough memory."""
+    import torch.distributed as dist
+
+    import tightfit
+    from tiny_pipelines import run
+
+    found = run(pipe, case, trial["tall"]).cpu()
+    report = fitted.report()
+    fitted.undo()
+    parallel = {"context": dist.get_world_size(), "attention": trial["attention"]}
+    tightfit.fit(pipe, level=0, device=str(report.plan.device), parallel=parallel)
+    return {
+        "apart": apart(found, run(pipe, case, trial["tall"])),
+        "vae": report.plan.vae.to_mapping(),
+        "plan": str(report.plan),
+        "predicted": report.plan.predicted_peak(report.plan.device),
+        "peak": max(phase.peak_bytes for phase in report.trace.phases),
+    }
 
 
 def unseeded(rank: int, pipe: Any, asked: dict[str, Any]) -> float:

@@ -14,7 +14,9 @@ from torch import nn
 
 from tightfit.apply.activations.exporting import without_weights
 from tightfit.apply.activations.strips.export_graph import capture
+from tightfit.apply.activations.strips.memory_estimate import peak_of
 from tightfit.apply.activations.strips.rows import Span
+from tightfit.apply.activations.strips.schedule import BoundaryState, StripPeak
 from tightfit.apply.activations.strips.stages import StageGraph
 from tightfit.apply.context_parallel.attention import AttentionInputs, attend_in_ring
 from tightfit.apply.context_parallel.rank_plan import RankPlan
@@ -93,3 +95,45 @@ def test_keys_that_are_gathered_nevertheless_are_named(
     x = torch.empty(1, 8, 12, 4, device="meta")
     program = capture(without_weights(model), lambda double, x: [double.decode(x)], [x])
     assert RankPlan(StageGraph(program), RowShares.equal(ranks), attention).gathered_note == said
+
+
+class Upscaler(nn.Module):
+    """Convolutions, a group norm, attention among all pixels, and twice as many rows at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(4, 16, 3, padding=1), nn.Conv2d(16, 3, 3, padding=1)
+        self.norm, self.attention = nn.GroupNorm(4, 16), SelfAttention(1)
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.attention.decode(self.first(x))
+        for _ in range(3):
+            x = F.silu(self.first(x[:, :4]))
+        return self.last(F.interpolate(self.norm(x), scale_factor=2.0, mode="nearest"))
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (3.0, 1.0), (1.0, 2.0, 1.0)])
+def test_strips_of_a_rank_keep_within_their_bytes(speeds: tuple[float, ...]) -> None:
+    x = torch.empty(1, 4, 192, 16, device="meta")
+    program = capture(without_weights(Upscaler()), lambda double, x: [double.decode(x)], [x])
+    graph, shares = StageGraph(program), RowShares(speeds)
+    at_once = RankPlan(graph, shares)
+    largest = _most_strip_bytes(at_once)
+    plans = {part: RankPlan(graph, shares, "ring", largest // part) for part in (1, 2, 4)}
+    counts = {part: max(len(each.strips[0]) for each in plan.stages) for part, plan in plans.items()}
+    assert 1 == counts[1] < counts[2] < counts[4]
+    for part, plan in plans.items():
+        assert _most_strip_bytes(plan) <= 1.1 * largest // part
+        assert [stage.reads for stage in plan.stages] == [stage.reads for stage in at_once.stages]
+        for stage in plan.stages:
+            assert len({len(strips) for strips in stage.strips}) == 1
+
+
+def _most_strip_bytes(plan: RankPlan) -> int:
+    """Peak bytes of a stage on the rank with most rows, besides what is kept before or after it."""
+    rank, most = max(range(len(plan.shares.speeds)), key=plan.shares.speeds.__getitem__), 0
+    for stage in plan.stages:
+        begin = BoundaryState(StripPeak(0, 0), None)
+        peak, after = peak_of(plan.graph, stage.stage, stage.strips[rank], frozenset(), begin)
+        most = max(most, peak.device - max(after.bytes.device, 0))
+    return most

@@ -21,6 +21,8 @@ from tiny_pipelines import CASES
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
 CLOSE = 1e-5  # of the largest value: kernels round other numbers of rows differently
+SMALL_STRIPS = {"strips": 2**14}
+TALL: Trial = {"name": "StableDiffusion", "budget": "80MB", "attention": "gathered", "tall": 1024}
 TOO_SMALL: Trial = {"name": "StableDiffusion", "budget": "30MB", "attention": "ring"}
 CHANGED: Trial = {"name": "StableDiffusion", "level": 0, "attention": "gathered", "changed": True}
 OTHER: Trial = {"name": "StableDiffusion", "level": 0, "attention": "gathered", "other_network": 1}
@@ -33,11 +35,12 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
         {"name": "StableDiffusion", "plan": {"level": 0, "rank_shares": [20, 1]}, "attention": "gathered"},
         {"name": "StableDiffusion", "plan": {"level": 3, "vae": {"shared": False}}, "attention": "heads"},
         {"name": "Flux", "plan": {"level": 3, "rank_shares": [3, 1]}, "attention": "ring", "unknown": True},
+        {"name": "StableDiffusion", "plan": {"level": 0, "rank_shares": [2, 1], "vae": SMALL_STRIPS}, "decodes": 2},
         {"name": "StableDiffusion", "budget": "56MB", "attention": "ring"},
     ]
-    said = run_ranks(2, [FAILS, OTHER, TOO_SMALL, CHANGED, unseeded, *trials])
+    said = run_ranks(2, [FAILS, OTHER, TOO_SMALL, TALL, CHANGED, unseeded, *trials])
     check_failed(said)
-    (_, apart, refused, changed, drawn, *first), (_, its, same, _, too, *second) = said
+    (_, apart, refused, tall, changed, drawn, *first), (_, its, same, _, _, too, *second) = said
     for failed in (apart, its):
         assert re.match(r"RunError: unet: rank \d has other arguments, or another network, than rank", failed["error"])
     assert changed["apart"] <= CLOSE < 0.01 < changed["change"]
@@ -45,6 +48,10 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
     assert re.match(
         r"BudgetTooSmall: rank 0: StableDiffusionPipeline cannot do 64×64 within 28\.6 MiB", refused["error"]
     )
+    assert (tall["vae"]["shared"], tall["vae"]["strips"] < 8e6) == (True, True), tall
+    assert "each rank computes its rows of autoencoders in strips within" in tall["plan"]
+    assert tall["apart"] <= CLOSE
+    assert tall["peak"] <= tall["predicted"] <= 80e6
     assert len(first) == len(second) == len(trials), (first, second)
     assert drawn["sum"] == too["sum"]
     for trial, one, other in zip(trials, first, second, strict=True):
@@ -53,6 +60,7 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
             assert " are sent: a call exchanges them with other ranks in " in one["plan"]
         assert one["apart"] <= CLOSE, (trial, one)
         assert one["apart"] == other["apart"]
+        assert one["decoded"] <= CLOSE, (trial, one)
         assert one["same"], trial
         assert one["undone"], trial
         assert not [note for note in one["notes"] if "every rank" in note]

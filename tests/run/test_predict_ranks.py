@@ -28,7 +28,7 @@ from tightfit.schema.rank_option import RankOption
 from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction
 from tightfit.simulator.kernel_costs import KernelCost
-from tightfit.units import format_seconds, parse_rate
+from tightfit.units import format_enough, format_seconds, parse_rate
 
 REQUEST = Request(height=128, width=128, steps=2)
 LINKED = ACCELERATOR.model_copy(
@@ -101,19 +101,18 @@ def test_a_budget_is_of_each_card() -> None:
 
 
 @pytest.mark.slow
-def test_what_ranks_cannot_share_within_a_budget_each_decodes_in_strips() -> None:
+def test_rows_of_an_autoencoder_that_do_not_fit_at_once_are_computed_in_strips() -> None:
     large = Request(height=512, width=512, steps=2)
     call = SharedCall.of(resolve_model(None)[0], large, known_card("rtx3060"), RankLayout(2))
     with pytest.raises(BudgetTooSmall) as refused:
         call.by_option([RankOption(1, "gathered")], {}, Limits(Budget(device=10**6)))
     needed = refused.value.facts["needed_bytes"]
     assert isinstance(needed, int)
-    limits = Limits(Budget(device=int(0.9 * needed)))
-    found = forecast_ranks(None, "rtx3060", RankLayout(2), {}, large, lambda _: contextlib.nullcontext(), limits)
+    found = predicted(RankLayout(2), Limits(Budget(device=int(0.9 * needed))), large)
     assert found.peak_reserved <= 0.9 * needed
-    assert (found.plan.context, found.plan.vae.shared) == (2, False)
-    assert found.plan.vae.strips is not None
-    assert any("autoencoders run on every rank" in reason.decision for reason in found.plan.reasons)
+    assert (found.plan.context, found.plan.vae.shared, found.plan.vae.strips) == (2, True, needed // 16)
+    (reason,) = (each for each in found.plan.reasons if "in strips within" in each.decision)
+    assert f"{format_enough(needed)} would do" in reason.because
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ OTHERS = (
     "StableDiffusionControlNetInpaint", "WanVideoToVideo",
 )  # fmt: skip
 STRIPS = {"level": 3, "vae": {"strips": 2**16, "shared": False}}
+STRIPS_OF_SHARES = {"level": 3, "vae": {"strips": 2**14}}
 NAMES = [case.name for case in (*CASES, *MORE_CASES)]
 
 
@@ -61,3 +62,14 @@ def test_ranks_draw_what_one_process_draws(name: str, size: int) -> None:
         assert one["other"] <= CLOSE, (trial, one)
         assert one["same"], trial
         assert one["undone"], trial
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_draw_the_same_with_each_ones_rows_of_autoencoders_in_strips(name: str, size: int) -> None:
+    trial: Trial = {"name": name, "other_height": 96, "plan": STRIPS_OF_SHARES, "attention": "ring"}
+    for (one,) in run_ranks(size, [trial], timeout=600):
+        assert max(one["apart"], one["other"]) <= CLOSE, one
+        assert one["same"], one
+        assert one["undone"], one
+        assert not [note for note in one["notes"] if "whole on every rank" in note and "vae" in note], one

@@ -111,7 +111,7 @@ class Members:
         if role == "autoencoder":
             methods = wrap_vae_methods(original, self.plan.vae, device, recorder, undo)
             if (ranks := self.handle.parallel) is not None and self.plan.vae.shared:
-                methods = parallel_methods(name, original, methods, ranks, recorder)
+                methods = parallel_methods(name, original, methods, ranks, self.plan.vae, recorder)
             members |= {method: working(method, cut) for method, cut in methods.items()}
         if hasattr(original, "save_pretrained"):
             members |= saving_members(original)

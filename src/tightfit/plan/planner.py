@@ -208,7 +208,8 @@ def _too_small(
     smaller = [name for name, searches in lossy.items() if any(each.min_bytes(ram) <= size for each in searches)]
     would += [f"allow={' or '.join(smaller)} would do"] if smaller else []
     would += ["something smaller may do"]
-    return BudgetTooSmall(f"{text}: {'; '.join(would)}", needed_bytes=needed + taken, needed_ram=min_ram, phase=phase)
+    facts = {"phase": phase, "frames": footprint.request and footprint.request.frames}
+    return BudgetTooSmall(f"{text}: {'; '.join(would)}", needed_bytes=needed + taken, needed_ram=min_ram, **facts)
 
 
 def _tightest_phase(search: DeviceSearch, machine: Machine, needed: int, ram: int | None) -> str | None:

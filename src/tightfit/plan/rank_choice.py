@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from tightfit.errors import BudgetTooSmall
 from tightfit.schema.footprint import ComponentCall, Footprint
 from tightfit.schema.machine import EXCHANGES, KernelGroup
 from tightfit.schema.plan import ContextAttention, Plan, Reason
-from tightfit.schema.rank_option import RankOption
+from tightfit.schema.rank_option import AUTOENCODERS_AT_ONCE, AutoencoderSharing, RankOption
 from tightfit.units import format_bytes, format_seconds
 
 __all__ = [
-    "alone_reason",
     "exchange_reason",
     "exchanged_bytes",
     "exchanges_of",
@@ -23,10 +22,14 @@ __all__ = [
     "options_to_try",
     "shared_weights_reason",
     "shares_reason",
+    "sharing_autoencoders",
 ]
 
+T = TypeVar("T")
 NAMES: Mapping[ContextAttention, str] = {"gathered": "gathered keys", "ring": "a ring", "heads": "heads"}
 GROUP_NAMES = {1: "one group", 2: "two groups"}
+AUTOENCODER_PHASES = ("encode inputs", "decode")
+STRIP_PART = 16  # strips of a rank's rows may take 1/16 of the bytes that are needed with all of them at once
 
 
 def options_to_try(options: Sequence[RankOption], seconds: Mapping[RankOption, float]) -> list[RankOption]:
@@ -86,9 +89,55 @@ def shares_reason(shares: Sequence[float], by_speed: float, equal: float) -> Rea
     return Reason(decision=f"ranks share the rows as {said}", because=because)
 
 
-def alone_reason(refusal: BudgetTooSmall) -> Reason:
-    """Return why every rank runs autoencoders whole: with their rows shared there was this `refusal`."""
-    return Reason(decision="autoencoders run on every rank", because=f"with their rows shared, {refusal}")
+def sharing_autoencoders(
+    attempt: Callable[[AutoencoderSharing], T], asked: AutoencoderSharing = AUTOENCODERS_AT_ONCE
+) -> tuple[T, list[Reason]]:
+    """Return what `attempt` returns with the first way of sharing autoencoders that fits, and why not an earlier one.
+
+    Each rank computes its rows at once; else in strips; else all rows, in strips if that is planned. Another way than
+    the first one that is `asked` for is the only one. `attempt` raises BudgetTooSmall where a way does not fit.
+    """
+    if asked != AUTOENCODERS_AT_ONCE:
+        return attempt(asked), []
+    refusals = list[BudgetTooSmall]()
+    for way in _ways_to_share(refusals):
+        try:
+            found = attempt(way)
+        except BudgetTooSmall as error:
+            refusals.append(error)
+        else:
+            return found, _sharing_reasons(way, refusals)
+    raise min(refusals, key=_needed)
+
+
+def _needed(refusal: BudgetTooSmall) -> float:
+    needed = refusal.facts.get("needed_bytes")
+    return needed if isinstance(needed, int) else math.inf
+
+
+def _ways_to_share(refusals: Sequence[BudgetTooSmall]) -> Iterator[AutoencoderSharing]:
+    """Yield the ways in which ranks may share autoencoders; `refusals` has those of the ways yielded before.
+
+    Rows of clips are not tried in strips: most of their graphs are too long for it, and each way is measured anew.
+    """
+    yield AUTOENCODERS_AT_ONCE
+    needed = _needed(refusals[0])
+    facts = refusals[0].facts
+    if facts.get("phase") in AUTOENCODER_PHASES and not facts.get("frames") and needed < math.inf:
+        yield AutoencoderSharing(strips=max(int(needed) // STRIP_PART, 1))
+    yield AutoencoderSharing(shared=False)
+
+
+def _sharing_reasons(way: AutoencoderSharing, refusals: Sequence[BudgetTooSmall]) -> list[Reason]:
+    """Return why autoencoders are shared in that `way`: earlier ones met with `refusals`."""
+    if not refusals:
+        return []
+    if way.strips is None:
+        decision, because = "autoencoders run on every rank", f"with their rows shared, {refusals[-1]}"
+    else:
+        decision = f"each rank computes its rows of autoencoders in strips within {format_bytes(way.strips)}"
+        because = f"with all of its rows at once, {refusals[-1]}"
+    return [Reason(decision=decision, because=because)]
 
 
 def shared_weights_reason(plan: Plan, ranks: int) -> Reason | None:

@@ -25,12 +25,12 @@ from tightfit.checkpoint.loading import quietly
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.default_rates import computer_with
 from tightfit.plan.rank_choice import (
-    alone_reason,
     exchange_reason,
     exchanged_bytes,
     exchanges_of,
     option_reasons,
     options_to_try,
+    sharing_autoencoders,
 )
 from tightfit.run.answer_cache import Missing
 from tightfit.run.calibration import CalibrationStore, PlanningInputs
@@ -45,7 +45,7 @@ from tightfit.run.simulate import pipeline_for
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ContextAttention, Plan
-from tightfit.schema.rank_option import RankOption, rank_options
+from tightfit.schema.rank_option import AUTOENCODERS_AT_ONCE, AutoencoderSharing, RankOption, rank_options
 from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction
 
@@ -80,13 +80,13 @@ def forecast_ranks(
     accelerator = known_card(card).model_copy(update={"network_rate": layout.link_rate})
     with say("planning"):
         call = SharedCall.of(which, demo_request(request) if model is None else request, accelerator, layout)
-        call = replace(call, shares=Plan.from_mapping({"level": 0, **choices}).vae.shared)
-        reasons = []
-        try:
-            found = call.by_option(options, choices, limits)
-        except BudgetTooSmall as refusal:
-            call, reasons = replace(call, shares=False), [alone_reason(refusal)]
-            found = call.by_option(options, choices, limits)
+
+        def tried(way: AutoencoderSharing) -> tuple[SharedCall, dict[RankOption, Prediction | None]]:
+            shared = replace(call, autoencoders=way)
+            return shared, shared.by_option(options, choices, limits)
+
+        asked = AutoencoderSharing.of(Plan.from_mapping({"level": 0, **choices}).vae)
+        (call, found), reasons = sharing_autoencoders(tried, asked)
         seconds = {option: _seconds(its) for option, its in found.items()}
         known = {option: its for option, its in found.items() if its is not None}
         option = min(known, key=lambda option: (seconds[option], known[option].trace.seconds))
@@ -123,7 +123,7 @@ class SharedCall:
     layout: RankLayout
     dtype: str | None
     doubled: Mapping[str, DoubledInputs | str]  # which inputs of a denoiser grow with the height, or why it runs whole
-    shares: bool = True  # whether rows of autoencoders are shared, too
+    autoencoders: AutoencoderSharing = AUTOENCODERS_AT_ONCE
 
     @classmethod
     def of(cls, model: str | ModelFolder, request: Request, accelerator: Accelerator, layout: RankLayout) -> SharedCall:
@@ -164,7 +164,7 @@ class SharedCall:
             footprint = self._footprint(rank, option, lambda bare: inputs(bare).missing(within))
             plan = inputs(footprint).plan(within)
             reasons = (*plan.reasons, exchange_reason(footprint, layout.per_node))
-            vae = plan.vae.model_copy(update={"shared": self.shares})
+            vae = plan.vae.model_copy(update=self.autoencoders.fields)
             plan = plan.model_copy(update={**on_ranks, "vae": vae, "reasons": reasons})
             fields = plan.model_dump(mode="json", exclude={"device", "request"})
         found = counted(footprint, self.accelerator, fields, title="", card=None, note=NOTE)
@@ -178,7 +178,7 @@ class SharedCall:
         guidance = GuidanceRanks.among(group, context) if option.cfg_groups > 1 else None
         return ContextParallel(
             group, RowShares.equal(count), option.context_attention, self.doubled, guidance=guidance,
-            shares_autoencoders=self.shares,
+            autoencoders=self.autoencoders,
         )  # fmt: skip
 
     def _footprint(self, rank: int, option: RankOption, missing: Missing) -> Footprint:

@@ -37,12 +37,12 @@ def measure_rank(
     with unlimited_card(ANY_CARD) as card:
         precision = getattr(torch, dtype) if dtype else None
         ranks: dict[str, Any] = {"keeps_gradients": False, "parallel": parallel}
-        choices = {"level": 0, "vae": {"shared": parallel.shares_autoencoders}}
+        choices = {"level": 0, "vae": parallel.autoencoders.fields}
         simulation = SimulationRun(model, card, choices, request, precision, **ranks)
         profiler = CallProfiler(card, expandable=expandable)
         with ExitStack() as undo:
             strips = AutoencoderStripProfiles(
-                {} if parallel.shares_autoencoders else simulation.components, undo, expandable=expandable
+                {} if parallel.autoencoders.shared else simulation.components, undo, expandable=expandable
             )
             profiler.follow(simulation.components, undo)
             for name, module in simulation.components.items():
@@ -50,7 +50,7 @@ def measure_rank(
             simulation.run(inputs)
             found = inspect_pipeline(simulation.pipe)
             measured = {"request": simulation.request, "phases": profiler.phases()}
-        if parallel.shares_autoencoders:
+        if parallel.autoencoders.shared:
             return found.model_copy(update=measured)
         footprint = found.model_copy(update=measured | {"not_measured": tuple(STRIP_OPTIONS)})
         while wanted := missing(footprint):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,13 +14,13 @@ from tightfit.apply.context_parallel.executor import ContextParallel
 from tightfit.errors import BudgetTooSmall
 from tightfit.measure.call_log import CallLog
 from tightfit.plan.rank_choice import (
-    alone_reason,
     exchange_reason,
     fastest_by_groups,
     option_reasons,
     options_to_try,
     shared_weights_reason,
     shares_reason,
+    sharing_autoencoders,
 )
 from tightfit.run.calibration import PlanningInputs
 from tightfit.run.call_arguments import CallShape
@@ -28,7 +29,7 @@ from tightfit.run.plan_target import PlanTarget
 from tightfit.run.replanning import Replanner
 from tightfit.schema.machine import Machine
 from tightfit.schema.plan import Plan, Reason
-from tightfit.schema.rank_option import RankOption
+from tightfit.schema.rank_option import AutoencoderSharing, RankOption
 from tightfit.schema.request import Request
 
 __all__ = ["RankReplanner"]
@@ -36,6 +37,7 @@ __all__ = ["RankReplanner"]
 
 UNEVEN = 1.1  # times as long as the fastest rank: where the slowest needs more, it is to have fewer rows
 SHARE_DIGITS = 3
+AGREED_FACTS = ("needed_bytes", "phase", "frames")  # of a refusal: what all ranks do next depends on them
 
 
 class Measured(NamedTuple):
@@ -63,8 +65,8 @@ class RankReplanner(Replanner):
 
     In how many groups they compute, and how attention reaches the keys of other ranks, must be the same on all of them:
     of the options of `parallel` the one with which the slowest rank is fastest. Then slower ranks get fewer rows, if
-    that is faster. Where no option fits on every rank, each runs autoencoders whole, in strips if need be; where none
-    fits then, all raise BudgetTooSmall.
+    that is faster. Where no option fits on every rank, each computes its rows of autoencoders in strips, or else all
+    rows; where none fits then, all raise BudgetTooSmall.
     """
 
     retries = False  # the other ranks' calls have ended by then
@@ -113,20 +115,18 @@ class RankReplanner(Replanner):
 
     def _new(self, request: Request, shape: CallShape, given: Mapping[str, Any] | None) -> Plan:
         log = self._logs.get(shape)
-        try:
-            return self._chosen(request, shape, given, log, shares=True)
-        except BudgetTooSmall as refusal:  # on all ranks
-            plan = self._chosen(request, shape, given, log, shares=False)
-            return plan.model_copy(update={"reasons": (*plan.reasons, alone_reason(refusal))})
+        plan, reasons = sharing_autoencoders(lambda way: self._chosen(request, shape, given, log, way))
+        return plan.model_copy(update={"reasons": (*plan.reasons, *reasons)})
 
     def _chosen(
-        self, request: Request, shape: CallShape, given: Mapping[str, Any] | None, log: CallLog | None, *, shares: bool
-    ) -> Plan:
-        """Return the plan by the option that all ranks agree on; `shares`: rows of autoencoders, too."""
+        self, request: Request, shape: CallShape, given: Mapping[str, Any] | None, log: CallLog | None,
+        autoencoders: AutoencoderSharing,
+    ) -> Plan:  # fmt: skip
+        """Return the plan by the option that all ranks agree on. Raises BudgetTooSmall on all ranks, or on none."""
         found: dict[RankOption, Measured] = {}
         seconds: dict[RankOption, float] = {}
         refusal = None
-        ranks = replace(self._parallel, shares_autoencoders=shares)
+        ranks = replace(self._parallel, autoencoders=autoencoders)
 
         def planned(parallel: ContextParallel) -> Measured:
             self._measurer = self._any.on(parallel) if isinstance(self._any, Measurer) else self._any
@@ -187,16 +187,16 @@ class RankReplanner(Replanner):
             return torch.stack(group.all_gather(torch.tensor(seconds, dtype=torch.float64))).T.tolist()
 
     def _refuse(self, refusal: BudgetTooSmall | None) -> NoReturn:
-        """Raise BudgetTooSmall with the `refusal` of the first rank that has one. Collective."""
+        """Raise BudgetTooSmall, the same on all ranks: the `refusal` of the first rank that has one. Collective."""
+        facts = {} if refusal is None else {name: refusal.facts.get(name) for name in AGREED_FACTS}
         group = self._parallel.group
         with group.call():
-            texts = group.all_gather_text("" if refusal is None else str(refusal))
-        rank = next(rank for rank, text in enumerate(texts) if text)
-        needed = refusal.facts.get("needed_bytes") if refusal is not None else None
-        raise BudgetTooSmall(f"rank {rank}: {texts[rank]}", rank=rank, needed_bytes=needed)
+            told = [json.loads(each) for each in group.all_gather_text(json.dumps([str(refusal or ""), facts]))]
+        rank, (text, its) = next((rank, each) for rank, each in enumerate(told) if each[0])
+        raise BudgetTooSmall(f"rank {rank}: {text}", rank=rank, **its)
 
 
 def _on_ranks(plan: Plan, parallel: ContextParallel) -> Plan:
     """Return `plan` for a rank of `parallel`."""
-    vae = plan.vae.model_copy(update={"shared": parallel.shares_autoencoders})
+    vae = plan.vae.model_copy(update=parallel.autoencoders.fields)
     return plan.model_copy(update=parallel.choices | {"vae": vae})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tightfit.schema.plan import ContextAttention
+from tightfit.schema.vae_plan import VaePlan
 
-__all__ = ["GROUPS", "RankOption", "rank_options"]
+__all__ = ["AUTOENCODERS_AT_ONCE", "GROUPS", "AutoencoderSharing", "RankOption", "rank_options"]
 
 GROUPS = 2  # of ranks: one for the unconditional prediction of guidance, one for the conditional one
 
@@ -17,6 +18,25 @@ class RankOption(NamedTuple):
 
     cfg_groups: int
     context_attention: ContextAttention
+
+
+class AutoencoderSharing(NamedTuple):
+    """How ranks share an autoencoder."""
+
+    shared: bool = True  # whether each computes a share of its rows; else all of them
+    strips: int | None = None  # bytes for strips of a rank's share; None: the whole share at once
+
+    @classmethod
+    def of(cls, vae: VaePlan) -> AutoencoderSharing:
+        return cls(vae.shared, vae.strips if vae.shared else None)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Its fields of a VaePlan; which strips each rank has of what is not shared, is planned by each."""
+        return {"shared": self.shared} | ({} if self.strips is None else {"strips": self.strips})
+
+
+AUTOENCODERS_AT_ONCE = AutoencoderSharing()
 
 
 def rank_options(

@@ -18,8 +18,10 @@ class VaePlan(Record):
     """How autoencoders process their images, in `encode` and in `decode`."""
 
     slicing: bool = False  # one item of a batch at a time
-    strips: Size | None = None  # exact tiling: bytes for strips of rows, beside the feature maps kept between them
-    feature_maps: FeatureMaps = "device"  # where those are kept; "recompute": at most `strips` bytes of them
+    # exact tiling: bytes for strips of rows, or of a rank's rows, beside the feature maps kept between them
+    strips: Size | None = None
+    # where those are kept, if ranks do not share them; "recompute": at most `strips` bytes of them
+    feature_maps: FeatureMaps = "device"
     tile: Annotated[int, Strict(), Field(ge=16)] | None = None  # blended tiling: side in pixels; None: whole images
     shared: bool = True  # whether ranks that share rows share these, too; else each rank processes all of an image
     overlap: Annotated[float, Strict(), Field(ge=0, le=0.5)] = 0.25  # share of a tile shared with its neighbour

@@ -28,7 +28,8 @@ from tightfit.errors import PlanError
 from tightfit.measure.modules import find_role
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.plan import ComponentPlan, ContextAttention, Plan
-from tightfit.schema.rank_option import RankOption
+from tightfit.schema.rank_option import AUTOENCODERS_AT_ONCE, AutoencoderSharing, RankOption
+from tightfit.schema.vae_plan import VaePlan
 from tightfit.simulator.card import SimulatedCard
 from tightfit.units import format_bytes
 
@@ -48,7 +49,7 @@ class ContextParallel:
     two_groups: GuidanceRanks | None = None  # `guidance` under a plan for two groups; None: there is no choice
     options: tuple[RankOption, ...] = ()  # among which a plan chooses
     weights: WeightSharing | None = None  # None: each rank has its own copy of weights in host memory
-    shares_autoencoders: bool = True  # whether a call is measured with the rows of autoencoders shared, too
+    autoencoders: AutoencoderSharing = AUTOENCODERS_AT_ONCE  # with which a call is measured
 
     @cached_property
     def pairs(self) -> CallPairs | None:
@@ -85,7 +86,9 @@ class ContextParallel:
         inputs, per_node = sorted(self.doubled.items()), self.group.per_node
         group = "" if self.guidance is None else f"guidance group {self.guidance.number}, "
         place = f"{group}rank {self.rows.rank} of {self.shares}, {per_node} a computer"
-        alone = "" if self.shares_autoencoders else ", autoencoders on every rank"
+        alone = "" if self.autoencoders.shared else ", autoencoders on every rank"
+        if self.autoencoders.strips is not None:
+            alone = f", autoencoders in strips of {self.autoencoders.strips} bytes"
         return f"{place}{alone}, attention {self.attention}, inputs {inputs}"
 
     @property
@@ -219,10 +222,15 @@ def parallel_call(
 
 def parallel_methods(
     name: str, kind: type[nn.Module], otherwise: Mapping[str, Callable[..., Any]], parallel: ContextParallel,
-    recorder: Recorder,
+    plan: VaePlan, recorder: Recorder,
 ) -> dict[str, Callable[..., Any]]:  # fmt: skip
-    """Return an autoencoder's methods, each on all ranks together; calls that cannot be go to `otherwise`."""
+    """Return an autoencoder's methods, each on all ranks together; calls that cannot be go to `otherwise`.
+
+    Each rank computes its rows in strips, if these are in the `plan`, and keeps feature maps on its device.
+    """
+    sharing = parallel.sharing_by_all._replace(strip_bytes=plan.strips)
+    by_item = plan.slicing or plan.strips is not None
     return {
-        method: ParallelMethod(kind, name, method, parallel.sharing_by_all, recorder).wrapped(plain)
+        method: ParallelMethod(kind, name, method, sharing, recorder, by_item=by_item).wrapped(plain)
         for method, plain in otherwise.items()
     }

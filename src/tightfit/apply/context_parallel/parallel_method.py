@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.program_inputs import LiveWeights
 from tightfit.apply.activations.strips.stages import StageGraph
 from tightfit.apply.activations.strips.workarounds import work_around
+from tightfit.apply.activations.vae_tiling import sliced
 from tightfit.apply.context_parallel.doubled_inputs import ComponentArguments, DoubledInputs, rebuilt
 from tightfit.apply.context_parallel.rank_group import RankGroup
 from tightfit.apply.context_parallel.rank_plan import RankPlan
@@ -39,11 +41,15 @@ __all__ = ["ParallelMethod", "RowSharing"]
 
 
 class RowSharing(NamedTuple):
-    """The ranks that share the rows of a network, the share of each, and how attention reaches the keys of others."""
+    """The ranks that share the rows of a network, the share of each, and how attention reaches the keys of others.
+
+    Each computes its share in strips within `strip_bytes`, besides feature maps that are kept; None: at once.
+    """
 
     group: RankGroup
     shares: RowShares
     attention: ContextAttention
+    strip_bytes: int | None = None
 
 
 @dataclass
@@ -62,18 +68,20 @@ class ParallelMethod:
 
     def __init__(
         self, kind: type[nn.Module], name: str, method: str, sharing: RowSharing, recorder: Recorder,
-        doubled: DoubledInputs | str = "",
+        doubled: DoubledInputs | str = "", *, by_item: bool = False,
     ) -> None:  # fmt: skip
-        """`doubled`: which inputs of a denoiser's `forward` grow with the height; else why that is not known."""
+        """`doubled`: which inputs of a denoiser's `forward` grow with the height; else why that is not known.
+
+        `by_item`: an autoencoder's items of a batch run one at a time, unless it draws noise for all of them.
+        """
         self._kind, self._name, self._method = kind, name, method
-        self._sharing, self._recorder, self._doubled = sharing, recorder, doubled
+        self._sharing, self._recorder, self._doubled, self._by_item = sharing, recorder, doubled, by_item
         self._known = LatestUsed[Any, _PreparedCall | str]()  # or the reason why not, by arguments
         self._settings: NetworkSettings | None = None  # with which these were prepared
 
     def wrapped(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that runs in place of `plain`, a function of the class."""
 
-        @functools.wraps(plain)
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             call = ComponentArguments(args, kwargs)
             leaves, _ = call.flat()
@@ -90,7 +98,26 @@ class ParallelMethod:
                 runner = RankRunner(prepared.plan, group, prepared.weights, self._recorder)
                 return prepared.rebuild(runner.run_share(tensors))
 
-        return run
+        if self._method == "forward":
+            return functools.wraps(plain)(run)
+        first = list(inspect.signature(plain).parameters)[1]
+
+        @functools.wraps(plain)
+        def run_method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not args and first in kwargs:
+                args = (kwargs.pop(first),)
+            way = functools.partial(run, module)
+            by_item = self._by_item and not self._draws_noise(module, ComponentArguments(args, kwargs))
+            return (sliced(way) if by_item else way)(*args, **kwargs)
+
+        return run_method
+
+    def _draws_noise(self, module: nn.Module, call: ComponentArguments) -> bool:
+        """Whether a call with a batch draws noise for all its items at once."""
+        if not call.args or len(call.args[0]) == 1:
+            return False
+        prepared = self._prepare(module, call, call.flat()[0])
+        return not isinstance(prepared, str) and prepared.plan.graph.program.draws_noise
 
     def _prepare(self, module: nn.Module, call: ComponentArguments, leaves: Sequence[Any]) -> _PreparedCall | str:
         if needs_gradients(module, call.args, call.kwargs):
@@ -107,7 +134,7 @@ class ParallelMethod:
                 with self._recorder.uncounted():
                     program, rebuild = self._take_apart(_without_wrappers(module), call)
                     _check_rows(program, self._sharing.group.size)
-                    plan = RankPlan(StageGraph(program), self._sharing.shares, self._sharing.attention)
+                    plan = RankPlan(StageGraph(program), *self._sharing[1:])
                     found = _PreparedCall(plan, LiveWeights(module, program), rebuild, _digest(program))
             except UnsupportedGraph as reason:
                 found = str(reason)

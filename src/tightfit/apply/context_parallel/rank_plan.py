@@ -12,6 +12,7 @@ from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.rows import Span, argument
 from tightfit.apply.activations.strips.schedule import ScheduleStep, make_schedule
 from tightfit.apply.activations.strips.stages import Stage, StageGraph
+from tightfit.apply.activations.strips.strip_plan import fewest_strips
 from tightfit.apply.context_parallel.row_shares import RowShares
 from tightfit.schema.plan import ContextAttention
 
@@ -38,12 +39,14 @@ class RankStage:
 
 
 class RankPlan:
-    """How the ranks that have `shares` of its rows run the program of `graph`, each stage in `strips` strips."""
+    """How the ranks that have `shares` of its rows run the program of `graph`."""
 
     def __init__(
-        self, graph: StageGraph, shares: RowShares, attention: ContextAttention = "gathered", strips: int = 1
-    ) -> None:
-        self.graph, self.shares, self.attention, self._count = graph, shares, attention, strips
+        self, graph: StageGraph, shares: RowShares, attention: ContextAttention = "gathered",
+        strip_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        """`strip_bytes`: what strips of a rank's rows may take, besides what is kept; None: all its rows at once."""
+        self.graph, self.shares, self.attention, self._strip_bytes = graph, shares, attention, strip_bytes
         self._ranks = range(len(shares.speeds))
 
     @cached_property
@@ -77,20 +80,22 @@ class RankPlan:
         return self.graph.by_rows(index)
 
     def _planned(self, stage: Stage) -> RankStage:
-        strips = tuple(
-            make_schedule(self.graph, stage, self._count, share=partial(self.shares.of, rank)) for rank in self._ranks
-        )
+        owned, count = [partial(self.shares.of, rank) for rank in self._ranks], 1
+        if self._strip_bytes is not None:  # the same number on all ranks: that of the one which has most rows
+            most = owned[max(self._ranks, key=self.shares.speeds.__getitem__)]
+            count = fewest_strips(self.graph, stage, self._strip_bytes, most)
+        strips = tuple(make_schedule(self.graph, stage, count, share=share) for share in owned)
         reads = {index: [_rows_of(index, each) for each in strips] for index in stage.reads if self.distributed(index)}
         stores = {index: [_rows_of(index, each) for each in strips] for index in stage.stores}
         queries = {index: [_rows_of(index, each) for each in strips] for index in stage.strips}
-        attends = {index: spans for index, spans in queries.items() if self._exchanges(index, spans)}
+        attends = {index: spans for index, spans in queries.items() if count == 1 and self._exchanges(index, spans)}
         before, among = self._taken_whole(stage.whole, {}), self._taken_whole(stage.strips, attends)
         return RankStage(stage, strips, reads, stores, (before, among), attends)
 
     def _exchanges(self, index: int, queries: Sequence[Span]) -> bool:
         """Whether ranks exchange keys or heads of this node, an attention, instead of gathering its keys."""
         node = self.graph.program.nodes[index]
-        if self.attention == "gathered" or self._count > 1 or node.word != ATTENTION:
+        if self.attention == "gathered" or node.word != ATTENTION:
             return False
         query, key, value, *masks = (self.graph.program.nodes[source] for source in node.sources)
         by_rows = all(self.distributed(source) for source in node.sources[:3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from array import array
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
@@ -10,17 +11,26 @@ from typing import NamedTuple
 
 from tightfit.apply.activations.strips.memory_estimate import peak_of
 from tightfit.apply.activations.strips.program import Program
-from tightfit.apply.activations.strips.schedule import BoundaryState, ScheduleStep, StripPeak, make_schedule, taken
+from tightfit.apply.activations.strips.schedule import (
+    BoundaryState,
+    ScheduleStep,
+    Share,
+    StripPeak,
+    make_schedule,
+    taken,
+    whole,
+)
 from tightfit.apply.activations.strips.stages import Stage, StageGraph, find_stages
 from tightfit.schema.footprint import FeatureMaps
 from tightfit.simulator.allocator_replay import allocator_events_of, least_capacity
 
-__all__ = ["PlannedStage", "StripPlan", "find_strip_plan", "peak_of_stages", "planned_stages_of"]
+__all__ = ["PlannedStage", "StripPlan", "fewest_strips", "find_strip_plan", "peak_of_stages", "planned_stages_of"]
 
 FIRST = 5  # strips whose peak stands for that of the others
 PRICES = (math.inf, *(10 ** (-step / 4) for step in range(4, 25)), 0.0)  # bytes kept per operation not recomputed
 FEWEST = 4  # fewest strips with which a stage's copies and its arithmetic overlap
 ROUGH = 0.01  # relative error allowed in an allocator's need, upwards
+MOST_STEPS = 20_000  # of a stage of one rank's rows: of longer ones, those of clips, planning would take minutes
 WORTH = 0.98  # of the peak; more strips have to get below it to be worth their overhead
 
 
@@ -163,21 +173,38 @@ def _most_kept(graph: StageGraph, stages: Sequence[Stage]) -> int:
     return most
 
 
+def fewest_strips(graph: StageGraph, stage: Stage, working: int, share: Share) -> int:
+    """Return the fewest strips of a `share` of the rows with which `stage` keeps within `working` bytes, all on the
+    device and besides what is kept before or after it; if none does, as many as help, in at most MOST_STEPS steps.
+    """
+    unknown, most = BoundaryState(StripPeak(0, 0), None), max(MOST_STEPS // max(len(stage.strips), 1), 1)
+    count, *_ = _count(graph, stage, frozenset(), unknown, working, ahead=False, share=share, most=most)
+    ways = [make_schedule(graph, stage, each, share=share) for each in (1, count)]
+    (at_once, after), (found, _) = (peak_of(graph, stage, way, frozenset(), unknown) for way in ways)
+    kept = max(after.bytes.device, 0)
+    return count if found.device - kept < WORTH * (at_once.device - kept) else 1
+
+
 def _count(
-    graph: StageGraph, stage: Stage, in_host: frozenset[int], kept: BoundaryState, working: int, *, ahead: bool
-) -> tuple[int, StripPeak, BoundaryState]:
-    """Return the fewest strips with which `stage` keeps within `working`, the estimated peak, and the final state."""
-    rows = max((graph.program.nodes[index].rows for index in (*stage.strips, *stage.reads)), default=1)
-    found, after = peak_of(graph, stage, make_schedule(graph, stage, 1), in_host, kept, ahead=ahead)
-    most, count = max(kept.bytes.device, after.bytes.device) + working, 1
+    graph: StageGraph, stage: Stage, in_host: frozenset[int], kept: BoundaryState, working: int, *, ahead: bool,
+    share: Share = whole, most: int = sys.maxsize,
+) -> tuple[int, StripPeak, BoundaryState]:  # fmt: skip
+    """Return the fewest strips with which `stage` keeps within `working`, the estimated peak, and the final state.
+
+    They are at most `most`.
+    """
+    shares = (share(graph.program.nodes[index].rows) for index in (*stage.strips, *stage.reads))
+    rows = min(max((hi - lo for lo, hi in shares), default=1), most)
+    found, after = peak_of(graph, stage, make_schedule(graph, stage, 1, share=share), in_host, kept, ahead=ahead)
+    enough, count = max(kept.bytes.device, after.bytes.device) + working, 1
     if ahead:
         count = min(rows, FEWEST)
-        found = _likely_peak(graph, stage, count, in_host, kept, after, ahead=ahead)
-    while found.device > most and count < rows:
+        found = _likely_peak(graph, stage, count, in_host, kept, after, ahead=ahead, share=share)
+    while found.device > enough and count < rows:
         # assumes that all bytes above the kept ones shrink with the strips; otherwise the loop continues
-        more = max(count + 1, math.ceil(count * (found.device - most + working) / working))
+        more = max(count + 1, math.ceil(count * (found.device - enough + working) / working))
         more = min(rows, more, 4 * count)
-        likely = _likely_peak(graph, stage, more, in_host, kept, after, ahead=ahead)
+        likely = _likely_peak(graph, stage, more, in_host, kept, after, ahead=ahead, share=share)
         if likely.device > WORTH * found.device and more > 4:
             break
         count, found = more, likely
@@ -194,9 +221,10 @@ def _likely_peak(
     after: BoundaryState,
     *,
     ahead: bool,
+    share: Share,
 ) -> StripPeak:
     """Estimate the peak of `count` strips by the first ones: later, stored rows replace rows that are freed."""
-    strips = make_schedule(graph, stage, count, FIRST + 1)[:FIRST]
+    strips = make_schedule(graph, stage, count, FIRST + 1, share)[:FIRST]
     peak, _ = peak_of(graph, stage, strips, in_host, kept, ahead=ahead)
     outputs = sum(graph.program.nodes[index].bytes for index in stage.outputs)  # allocated from the start
     (device, host), (least, least_host) = after.bytes, kept.bytes
