@@ -1,7 +1,8 @@
 """What known models do on known cards, and two of them at each level: `tightfit chart`, written down.
 
-    python bench/chart.py [--models sd-1.5,sdxl] [--cards rtx4060,rtx4090]      other models' rows stay as they were
+    python bench/chart.py [--models sd-1.5,sdxl] [--cards rtx4060,rtx4090]      other cells stay as they were
     python bench/chart.py --models all                                          hours on two cores the first time
+    python bench/chart.py --models all --cards 2xrtx4090,4xrtx4090,2xh100,4xh100   another hour or two
     python bench/chart.py --models ''                                           levels, RAM and questions only
 
 Nothing is timed: all of it is planned for known cards from footprints. Also asks what `tightfit plan` says of a few
@@ -67,16 +68,17 @@ QUESTIONS = {  # what the guides explain
 
 
 def joined(old: Chart | None, new: Chart) -> Chart:
-    """`new`, and what `old` has of models that are not in it."""
+    """`new`, and what `old` has of models and cards that are not in it."""
     if old is None:
         return new
-    fresh = {model.name for model in new.models}
+    fresh = {(cell.model, cell.card) for cell in new.cells}
     cards = {card.name: card for card in (*old.cards, *new.cards)}
-    models = {model.name: model for model in (*old.models, *new.models)}
-    cells = [*(cell for cell in old.cells if cell.model not in fresh), *new.cells]
+    models = {model.name: model for model in (*new.models, *old.models)}
+    models |= {model.name: model for model in new.models if model.presets}  # of several cards alone there are none
+    cells = [*(cell for cell in old.cells if (cell.model, cell.card) not in fresh), *new.cells]
     used = {cell.card for cell in cells}
     return Chart(
-        cards=tuple(sorted((cards[name] for name in used), key=lambda card: (card.bytes, card.name))),
+        cards=tuple(sorted((cards[name] for name in used), key=lambda card: (card.count, card.bytes, card.name))),
         models=tuple(sorted(models.values(), key=lambda model: order(model.name))),
         cells=tuple(cells),
     )

@@ -18,9 +18,11 @@ CELL = Cell(
     model="cogvideox-2b", card="rtx4060", level=3, summary="streams denoiser 12 %", peak_bytes=7 * GIB, seconds=61.5,
     slowdown=1.02, largest=LARGEST,
 )  # fmt: skip
+FASTER = CELL.model_copy(update={"card": "2xrtx4060", "level": None, "speedup": 1.9, "largest": None})
 REFUSED = Cell(model="cogvideox-2b", card="gtx1650", summary="needs 3.2 GiB")
 MODEL = ChartedModel(name="cogvideox-2b", request=REQUEST, presets=(PRESET,))
 CARD = ChartedCard(name="rtx4060", title="GeForce RTX 4060", bytes=8 * GIB, usable_bytes=7 * GIB)
+TWO = ChartedCard(name="2xrtx4060", title="2 × GeForce RTX 4060", bytes=8 * GIB, usable_bytes=7 * GIB, count=2)
 CHART = Chart(cards=(CARD,), models=(MODEL,), cells=(CELL, REFUSED), ram=16 * GIB)
 ROW = LevelRow(
     level=2, needed_bytes=9 * GIB, seconds=70.0, speed=0.9, denoiser="3 GiB, resident",
@@ -28,7 +30,7 @@ ROW = LevelRow(
     lossy=("blended-tiling: …",), fits=False,
 )  # fmt: skip
 TABLE = LevelTable(model="cogvideox-2b", request=REQUEST, card=CARD, rows=(ROW,))
-EXAMPLES = [PRESET, LARGEST, CELL, REFUSED, MODEL, CARD, CHART, ROW, TABLE]
+EXAMPLES = [PRESET, LARGEST, CELL, FASTER, REFUSED, MODEL, CARD, TWO, CHART, ROW, TABLE]
 
 
 def test_there_is_an_example_of_each_record() -> None:
@@ -47,6 +49,10 @@ def test_cells_are_looked_up_by_model_and_card() -> None:
     assert CHART.cell("cogvideox-2b", "rtx4060") is CHART.cells[0]
     assert CHART.cell("cogvideox-2b", "rtx4090") is None
     assert CHART.cell("sdxl", "rtx4060") is None
+
+
+def test_several_cards_have_the_name_of_one() -> None:
+    assert CARD.card == TWO.card == "rtx4060"
 
 
 def test_a_level_is_one_of_four() -> None:

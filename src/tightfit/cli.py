@@ -223,7 +223,10 @@ def machine(
 def chart(
     *,
     models: Annotated[str | None, typer.Option(help="Known models, with commas between. Default: all.")] = None,
-    cards: Annotated[str | None, typer.Option(help="Known cards, likewise. Default: one of each size.")] = None,
+    cards: Annotated[
+        str | None,
+        typer.Option(help="Known cards, likewise; 2xCARD: two that share each call. Default: one of each size."),
+    ] = None,
     ram: Annotated[str | None, typer.Option(help="What may wait in RAM. Default: as much as is wanted.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write it as .png, .svg, .md or .json.")] = None,
     level_table: Annotated[str | None, typer.Option(metavar="MODEL", help="One model's levels on one card.")] = None,

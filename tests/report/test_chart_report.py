@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from PIL import Image
 
-from tightfit.report.chart import as_markdown, describe_chart, describe_levels, levels_as_markdown
+from tightfit.report.chart import SEVERAL, as_markdown, describe_chart, describe_levels, levels_as_markdown
 from tightfit.report.heatmap import STEPS, _compose, draw_chart
 from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel, Largest, LevelRow, LevelTable
 from tightfit.schema.request import Request
@@ -96,6 +96,20 @@ def test_markdown_has_all_in_one_table_and_one_for_each_model() -> None:
     assert f"| rtx4060 8 GiB | 3 | 7 GiB | 2 min 06 s | 1.00 × | 4096×4096+ | {WORDS} |" in text
     assert "Beyond that it says: “at most 1024”" in text
     assert text.endswith("|\n")
+
+
+def test_several_cards_say_how_much_faster_they_are() -> None:
+    two = CHART.cards[0].model_copy(update={"name": f"2x{CHART.cards[0].name}", "count": 2})
+    fits = next(cell for cell in CHART.cells if cell.seconds).model_copy(update={"card": two.name, "level": None})
+    faster, alone = (model.name for model in CHART.models[:2])
+    cells = [fits.model_copy(update={"model": faster, "speedup": 1.86}), fits.model_copy(update={"model": alone})]
+    chart = CHART.model_copy(update={"cards": (*CHART.cards, two), "cells": (*CHART.cells, *cells)})
+    assert "1.86 ×" in describe_chart(chart)
+    assert "| **1.86 ×** " in as_markdown(chart)
+    assert SEVERAL in as_markdown(chart)
+    assert SEVERAL not in as_markdown(CHART)
+    said = texts_of(_compose(chart))
+    assert {"1.86 × as fast", "one is too small"} <= set(said)
 
 
 def test_levels_say_what_is_on_the_card() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,17 +12,22 @@ import pytest
 from typer.testing import CliRunner
 
 from plan.test_cells import footprint_of
-from tightfit.catalog.known import known_card
+from tightfit.catalog.known import known_card, known_model
 from tightfit.cli import app
 from tightfit.errors import InputError, ModelError
+from tightfit.plan.chart_cells import charted_card
 from tightfit.run import charting
 from tightfit.run import charting as presets
 from tightfit.run import predict as forecasts
 from tightfit.run.charting import CARDS, Sources, chart_of, level_table, simulated_preset
+from tightfit.run.charting_ranks import rank_cell
 from tightfit.run.footprints import measure_footprint
+from tightfit.run.limits import Limits
 from tightfit.run.models import resolve_model
+from tightfit.run.predict_ranks import forecast_ranks
+from tightfit.run.rank_layout import RankLayout
 from tightfit.run.simulate import simulate_call
-from tightfit.schema.chart import Chart, LevelTable, Preset
+from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel, LevelTable, Preset
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.request import Request
@@ -35,6 +41,7 @@ class Asked:
     def __init__(self) -> None:
         self.footprints: list[tuple[str, str]] = []
         self.presets: list[tuple[str, int, int]] = []
+        self.shared: list[tuple[str, int, int | None]] = []
 
     def footprint(self, model: str, asked: Request) -> Footprint:
         self.footprints.append((model, asked.described))
@@ -47,7 +54,14 @@ class Asked:
 
     @property
     def sources(self) -> Sources:
-        return Sources(self.footprint, self.preset)
+        return Sources(self.footprint, self.preset, self.several)
+
+    def several(self, model: ChartedModel, column: ChartedCard, ram: int | None, alone: float | None) -> Cell:
+        self.shared.append((column.card, column.count, ram))
+        speedup = alone and 1.5
+        return Cell(
+            model=model.name, card=column.name, summary="ring", peak_bytes=GIB, seconds=9, slowdown=1.0, speedup=speedup
+        )
 
 
 @pytest.fixture
@@ -66,6 +80,33 @@ def test_a_chart_asks_for_each_size_once_whatever_the_cards(asked: Asked) -> Non
     largest = [cell.largest.request.height for cell in chart.cells if cell.largest]
     assert largest == sorted(largest)
     assert Chart.from_text(chart.to_json()) == chart
+
+
+def test_several_cards_come_after_single_ones_and_say_how_much_faster_they_are(asked: Asked) -> None:
+    chart = chart_of(["sdxl"], ["4 x RTX 4090", "rtx4090", "2xgtx1650", "2×rtx4090"], 5 * GIB, sources=asked.sources)
+    assert [card.name for card in chart.cards] == ["rtx4090", "2xgtx1650", "2xrtx4090", "4xrtx4090"]
+    assert asked.shared == [("gtx1650", 2, 5 * GIB), ("rtx4090", 2, 5 * GIB), ("rtx4090", 4, 5 * GIB)]
+    assert [cell.speedup for cell in chart.cells[2:]] == [1.5, 1.5]
+
+
+def test_presets_and_larger_sizes_are_of_single_cards(asked: Asked) -> None:
+    chart = chart_of(["sd-1.5"], ["2xrtx4090"], sources=asked.sources)
+    assert (asked.presets, len(asked.footprints), len(chart.cells)) == ([], 1, 1)
+
+
+def test_a_call_on_two_cards_is_predicted_as_plan_does() -> None:
+    model = ChartedModel(name="sd-1.5", request=known_model("sd-1.5").request)
+    column = charted_card("rtx4090", known_card("rtx4090"), 2)
+    cell = rank_cell(model, column, None, 3.0)
+    found = forecast_ranks(
+        "sd-1.5", "rtx4090", RankLayout(2), {}, model.request, lambda _: contextlib.nullcontext(), Limits(None)
+    )
+    assert (cell.seconds, cell.card) == (found.trace.seconds, "2xrtx4090")
+    assert cell.speedup == 3.0 / found.trace.seconds
+    assert cell.slowdown == 1
+    assert cell.summary == "two groups"
+    small = column.model_copy(update={"usable_bytes": 2**28})
+    assert "needs" in rank_cell(model, small, 2**20, None).summary
 
 
 def test_nothing_larger_is_tried_where_nobody_wants_that(asked: Asked) -> None:
@@ -100,6 +141,8 @@ def test_progress_goes_forward_to_its_end(asked: Asked) -> None:
         (["sdx1"], [], "unknown model in the catalog 'sdx1': did you mean 'sdxl'"),
         ([""], [], "unknown model in the catalog ''"),
         (["sdxl"], ["rtx4091"], "unknown card 'rtx4091': did you mean 'rtx4090'"),
+        (["sdxl"], ["2xrtx4091"], "unknown card 'rtx4091': did you mean 'rtx4090'"),
+        (["sdxl"], ["0xrtx4090"], "0xrtx4090: there are 1 to 1,024 cards of a kind"),
     ],
 )
 def test_unknown_names_are_refused_before_anything_is_measured(

@@ -16,15 +16,26 @@ from tightfit.schema.machine import Accelerator, Budget
 from tightfit.schema.plan import Plan
 from tightfit.units import format_bytes
 
-__all__ = ["cell_of", "charted_card", "fits_card", "host_bytes", "level_rows", "preset_plan"]
+__all__ = [
+    "cell_of",
+    "charted_card",
+    "fits_card",
+    "host_bytes",
+    "level_rows",
+    "plan_seconds",
+    "preset_plan",
+    "would_do",
+]
 
 _ENDLESS = 2**60  # bytes of a card with unlimited memory
 
 
-def charted_card(name: str, card: Accelerator) -> ChartedCard:
-    """Return `card` as a column of the chart; a plan may use 95 % of the bytes that CUDA leaves."""
+def charted_card(name: str, card: Accelerator, count: int = 1) -> ChartedCard:
+    """Return `count` of `card` as a column of the chart; a plan may use 95 % of the bytes that CUDA leaves."""
     (left,) = computer_with(card).accelerators
-    return ChartedCard(name=name, title=card.name, bytes=card.bytes, usable_bytes=int(left.bytes * (1 - SPARE)))
+    several = {"name": f"{count}x{name}", "title": f"{count} × {card.name}", "count": count} if count > 1 else {}
+    usable = int(left.bytes * (1 - SPARE))
+    return ChartedCard(**{"name": name, "title": card.name, "bytes": card.bytes, "usable_bytes": usable, **several})
 
 
 def plan_on(footprint: Footprint, card: Accelerator, ram: int | None = None) -> Plan:
@@ -55,7 +66,7 @@ def cell_of(
     try:
         plan = plan_on(footprint, accelerator, ram)
     except BudgetTooSmall as error:
-        return Cell(**fields, summary=_would_do(error), largest=largest)
+        return Cell(**fields, summary=would_do(error), largest=largest)
     endless = make_plan(footprint, computer_with(accelerator.model_copy(update={"bytes": _ENDLESS})))
     seconds = _seconds(plan)
     return Cell(
@@ -66,6 +77,14 @@ def cell_of(
         slowdown=seconds / _seconds(endless) if _seconds(endless) else 1.0,
         largest=largest,
     )
+
+
+def plan_seconds(footprint: Footprint, card: Accelerator, ram: int | None = None) -> float | None:
+    """Return the predicted seconds on one `card` with `ram` bytes of host memory (None: unlimited); None: too small."""
+    try:
+        return _seconds(plan_on(footprint, card, ram))
+    except BudgetTooSmall:
+        return None
 
 
 def preset_plan(footprint: Footprint, level: int, accelerator: Accelerator) -> Plan:
@@ -124,7 +143,8 @@ def _preset_fits(preset: Preset, needed: int, card: ChartedCard, ram: int | None
     return needed <= card.usable_bytes and (ram is None or preset.host_bytes <= ram)
 
 
-def _would_do(error: BudgetTooSmall) -> str:
+def would_do(error: BudgetTooSmall) -> str:
+    """Return how many bytes would do instead."""
     needed = error.facts["needed_bytes"]
     assert isinstance(needed, int)
     return f"needs {format_bytes(needed)}"

@@ -13,6 +13,7 @@ from tightfit.units import format_bytes, format_seconds
 
 __all__ = [
     "NONE",
+    "SEVERAL",
     "as_markdown",
     "card_words",
     "describe_chart",
@@ -36,6 +37,10 @@ LEGEND = (
     "more",
     "streams X 12 %: 12 % of X's weights are on the card at a time; components not named are resident",
 )
+SEVERAL = (
+    f"2xCARD: two of them in one computer, which share the rows of a call, or its guidance; peak: of each; level: how "
+    f"many times as fast as one of them, {NONE}: one is too small; largest: not tried"
+)
 _HEADINGS = ("card", "level", "peak", "time", "slower", "largest", "plan")
 
 
@@ -44,7 +49,7 @@ def describe_chart(chart: Chart) -> str:
     lines = []
     for model in chart.models:
         lines += [*textwrap.wrap(f"{model.name}: {_asked(model.request)}", WIDE), *_block(chart, model), ""]
-    said = [*LEGEND, ram_words(chart.ram)]
+    said = [*_legend(chart), ram_words(chart.ram)]
     return "\n".join([*lines, *(line for each in said for line in textwrap.wrap(each, WIDE, subsequent_indent="  "))])
 
 
@@ -67,7 +72,7 @@ def _rows(chart: Chart, model: ChartedModel) -> Iterator[tuple[str, ...]]:
 
 def numbers(cell: Cell) -> tuple[str, ...]:
     """Return the cells of a row: level, peak, time, slowdown, largest request."""
-    level = NONE if cell.level is None else str(cell.level)
+    level = _level(cell)
     peak = NONE if cell.peak_bytes is None else format_bytes(cell.peak_bytes)
     time = "refused" if cell.seconds is None else format_seconds(cell.seconds)
     slower = NONE if cell.slowdown is None else f"{cell.slowdown:.2f} ×"
@@ -80,17 +85,28 @@ def as_markdown(chart: Chart) -> str:
     rows = [
         (model.name, *(_in_short(chart.cell(model.name, card.name)) for card in chart.cards)) for model in chart.models
     ]
-    parts = [_table(head, rows), "\n".join(f"- {line}" for line in (*LEGEND, ram_words(chart.ram)))]
+    parts = [_table(head, rows), "\n".join(f"- {line}" for line in (*_legend(chart), ram_words(chart.ram)))]
     for model in chart.models:
         parts += [f"## {model.name}", f"{_asked(model.request)}.", _table(_HEADINGS, list(_rows(chart, model)))]
         parts += [f"Beyond that it says: {words}" for words in _refusals(chart, model)]
     return "\n\n".join(parts) + "\n"
 
 
+def _legend(chart: Chart) -> tuple[str, ...]:
+    return (*LEGEND, SEVERAL) if any(card.count > 1 for card in chart.cards) else LEGEND
+
+
+def _level(cell: Cell) -> str:
+    """The lowest preset that fits; of several cards, how many times as fast as one they are."""
+    if cell.speedup is not None:
+        return f"{cell.speedup:.2f} ×"
+    return NONE if cell.level is None else str(cell.level)
+
+
 def _in_short(cell: Cell | None) -> str:
     if cell is None:
         return ""
-    level = NONE if cell.level is None else str(cell.level)
+    level = _level(cell)
     return f"**{level}** refused" if cell.seconds is None else f"**{level}** {format_seconds(cell.seconds)}"
 
 

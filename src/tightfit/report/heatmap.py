@@ -79,7 +79,7 @@ def _compose(chart: Chart) -> Figure:
         for column, card in enumerate(chart.cards):
             cell = chart.cell(model.name, card.name)
             if cell is not None:
-                _cell(axes, column, row, cell)
+                _cell(axes, column, row, cell, card.count)
     _legend(figure, size)
     return figure
 
@@ -105,7 +105,7 @@ def _name(axes: Axes, row: int, model: ChartedModel) -> None:
     axes.text(-0.09, row + 0.68, model.request.size, ha="right", va="center", fontsize=7.5, color=GREY)
 
 
-def _cell(axes: Axes, column: int, row: int, cell: Cell) -> None:
+def _cell(axes: Axes, column: int, row: int, cell: Cell, cards: int) -> None:
     refused = cell.seconds is None or cell.slowdown is None or cell.peak_bytes is None
     box: dict[str, Any] = {"xy": (column + 0.02, row + 0.03), "width": 0.96, "height": 0.94}
     if refused:
@@ -118,6 +118,10 @@ def _cell(axes: Axes, column: int, row: int, cell: Cell) -> None:
         _write(axes, column, row + 0.23, format_seconds(cell.seconds or 0), size=9, weight="bold", ink=ink)
         _write(axes, column, row + 0.5, format_bytes(cell.peak_bytes or 0), ink=ink)
     if refused and cell.level is None:
+        return
+    if cards > 1:
+        faster = "one is too small" if cell.speedup is None else f"{cell.speedup:.2f} × as fast"
+        _write(axes, column, row + 0.97 - BAND / 2, faster, ink=ink)
         return
     colour, ink = BANDS[cell.level]
     axes.add_patch(Rectangle((column + 0.02, row + 0.97 - BAND), 0.96, BAND, facecolor=colour, edgecolor="none"))

@@ -10,12 +10,13 @@ from typing import NamedTuple
 from tightfit.catalog.known import card_called, known_card, known_model, model_called, model_names
 from tightfit.errors import InputError
 from tightfit.files import replacing
-from tightfit.plan.chart_cells import cell_of, charted_card, fits_card, host_bytes, level_rows
+from tightfit.plan.chart_cells import cell_of, charted_card, fits_card, host_bytes, level_rows, plan_seconds
 from tightfit.plan.default_rates import ANY_CARD
 from tightfit.report.chart import as_markdown, describe_chart, describe_levels, levels_as_markdown
 from tightfit.run.answer_cache import cached
+from tightfit.run.charting_ranks import counted_card, rank_cell
 from tightfit.run.max_request import find_max_request, rungs_above
-from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel, LevelTable, Preset
+from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel, Largest, LevelTable, Preset
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.request import Request
@@ -44,10 +45,13 @@ ProgressCallback = Callable[[str, int, int], None]  # name of the current step, 
 
 
 class Sources(NamedTuple):
-    """Functions that return a model's footprint, and a level simulated on a card with unlimited memory."""
+    """Functions that return a model's footprint, a level simulated on a card with unlimited memory, and the cell of
+    several cards, given the bytes of RAM for each and the seconds of one.
+    """
 
     footprint: Callable[[str, Request], Footprint]
     preset: Callable[[str, int, Footprint, Accelerator], Preset]
+    several: Callable[[ChartedModel, ChartedCard, int | None, float | None], Cell] = rank_cell
 
 
 def chart_of(
@@ -61,14 +65,18 @@ def chart_of(
 ) -> Chart:
     """Chart `models` of the catalog (none: all) on `cards` (none: CARDS) with `ram` bytes of RAM (None: unlimited).
 
-    With `usual_only`, no requests larger than a model's usual one are tried. InputError for unknown names.
+    "2xrtx4090" are two cards of a computer, which share the rows of each call; RAM is for each. With `usual_only`, no
+    requests larger than a model's usual one are tried. InputError for unknown names.
     """
     names = list(dict.fromkeys(map(model_called, models))) or list(model_names())
-    known = {name: known_card(name) for name in dict.fromkeys(map(card_called, cards or CARDS))}
-    columns = sorted((charted_card(name, card) for name, card in known.items()), key=lambda card: card.bytes)
+    wanted = dict.fromkeys(map(counted_card, cards or CARDS))
+    known = {name: known_card(name) for _, name in wanted}
+    every = [charted_card(name, known[name], count) for count, name in wanted]
+    columns = sorted(every, key=lambda card: (card.count, card.bytes))
+    alone, several = sum(card.count == 1 for card in columns), sum(card.count > 1 for card in columns)
     requests = {name: known_model(name).request for name in names}
-    larger = {name: 0 if usual_only else len(rungs_above(usual)) for name, usual in requests.items()}
-    steps = {name: len(LEVELS) + 1 + more for name, more in larger.items()}
+    larger = {name: 0 if usual_only or not alone else len(rungs_above(usual)) for name, usual in requests.items()}
+    steps = {name: (len(LEVELS) if alone else 0) + 1 + more + several for name, more in larger.items()}
     rows, cells, before = [], [], 0
     for name in names:
         progress = _Progress(on_progress, before, sum(steps.values()))
@@ -145,7 +153,7 @@ class _Progress:
 
 
 class _ModelRow:
-    """A row of the chart: one model on all cards."""
+    """A row of the chart: one model on all cards. Presets and larger requests are of single cards."""
 
     def __init__(
         self,
@@ -163,14 +171,19 @@ class _ModelRow:
         self.model = ChartedModel(name=name, request=usual, presets=tuple(self._presets()))
 
     def cells(self, *, larger: bool) -> list[Cell]:
-        largest = find_max_request(self._usual, [card.name for card in self._columns], self._fitting, upwards=larger)
-        return [
-            cell_of(self.model, self._footprint, card, self._known[card.name], self._ram, largest.get(card.name))
-            for card in self._columns
-        ]
+        single = [card.name for card in self._columns if card.count == 1]
+        largest = find_max_request(self._usual, single, self._fitting, upwards=larger) if single else {}
+        return [self._cell(card, largest.get(card.name)) for card in self._columns]
+
+    def _cell(self, column: ChartedCard, largest: Largest | None) -> Cell:
+        card = self._known[column.card]
+        if column.count == 1:
+            return cell_of(self.model, self._footprint, column, card, self._ram, largest)
+        self._progress.next(f"{self._name}, {column.title}")
+        return self._sources.several(self.model, column, self._ram, plan_seconds(self._footprint, card, self._ram))
 
     def _presets(self) -> Iterator[Preset]:
-        for level in LEVELS:
+        for level in LEVELS if any(card.count == 1 for card in self._columns) else ():
             self._progress.next(f"{self._name}, level {level}")
             yield self._sources.preset(self._name, level, self._footprint, ANY_CARD)
 

@@ -33,16 +33,17 @@ class Largest(Record):
 
 
 class Cell(Record):
-    """Result of one model on one card, for its usual request, under the plan made for that card."""
+    """Result of one model on one column's cards, for its usual request, under the plan made for them."""
 
     model: str
     card: str
-    level: Level | None = None  # the lowest preset that fits; None: none does
+    level: Level | None = None  # the lowest preset that fits one card; None: none does
     summary: str  # summary of the plan; if no plan fits, what would be enough
-    peak_bytes: Count | None = None  # None: no lossless plan fits
+    peak_bytes: Count | None = None  # of each card; None: no lossless plan fits
     seconds: Real | None = None
-    slowdown: Real | None = None  # time relative to a card of the same speed with unlimited memory
-    largest: Largest | None = None  # None: even the smallest request tried does not fit
+    slowdown: Real | None = None  # time relative to cards of the same speed with unlimited memory
+    speedup: Real | None = None  # of several cards: how many times as fast as one; None: one card, or one cannot
+    largest: Largest | None = None  # None: even the smallest request tried does not fit; of several, none is tried
 
 
 class ChartedModel(Record):
@@ -54,12 +55,18 @@ class ChartedModel(Record):
 
 
 class ChartedCard(Record):
-    """A column of the chart: a card and its memory in bytes."""
+    """A column of the chart: a card, or several of a kind in one computer, and the memory of each in bytes."""
 
-    name: str
+    name: str  # e.g. "rtx4090", or "2xrtx4090"
     title: str
     bytes: Positive
     usable_bytes: Positive  # bytes of these that a plan may use
+    count: Positive = 1  # cards, which share the rows of each call
+
+    @property
+    def card(self) -> str:
+        """The name of one of the cards."""
+        return self.name if self.count == 1 else self.name.partition("x")[2]
 
 
 class Chart(Record):
