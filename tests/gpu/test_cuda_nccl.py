@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,10 +43,18 @@ def test_a_wait_that_is_left_out_shows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "attention", "level"), [("StableDiffusion", "gathered", 0), ("Flux", "ring", 3), ("Flux", "heads", 0)]
+    ("name", "attention", "plan"),
+    [
+        ("StableDiffusion", "gathered", {"level": 0}),
+        ("StableDiffusion", "gathered", {"level": 0, "vae": {"strips": 2**14}}),
+        ("Flux", "ring", {"level": 3}),
+        ("Flux", "heads", {"level": 0}),
+    ],
 )
-def test_two_ranks_draw_what_they_draw_with_gloo(name: str, attention: str, level: int, tmp_path: Path) -> None:
-    trial = {"name": name, "level": level, "attention": attention, "kept": str(tmp_path / "nccl")}
+def test_two_ranks_draw_what_they_draw_with_gloo(
+    name: str, attention: str, plan: dict[str, Any], tmp_path: Path
+) -> None:
+    trial = {"name": name, "plan": plan, "attention": attention, "kept": str(tmp_path / "nccl")}
     for (found,) in ranks(trial | {"device": "cuda"}):
         assert found["apart"] <= CLOSE, found
         assert found["same"], found
