@@ -2,7 +2,7 @@
 
     python bench/chart.py [--models sd-1.5,sdxl] [--cards rtx4060,rtx4090]      other cells stay as they were
     python bench/chart.py --models all                                          hours on two cores the first time
-    python bench/chart.py --models all --cards 2xrtx4090,4xrtx4090,2xh100,4xh100   another hour or two
+    python bench/chart.py --models all --several                               on two and four cards: hours, too
     python bench/chart.py --models ''                                           levels, RAM and questions only
 
 Nothing is timed: all of it is planned for known cards from footprints. Also asks what `tightfit plan` says of a few
@@ -28,6 +28,7 @@ from tightfit.run.plan_options import call_request
 from tightfit.run.predict import forecast
 from tightfit.schema.chart import Chart
 
+SEVERAL = "2xrtx4090,4xrtx4090,2xh100,4xh100"
 MODELS = "sd-1.5,sdxl,flux.1-dev,ltx-video-2b,cogvideox-2b"
 LEVELS = (("sdxl", "rtx4060"), ("flux.1-dev", "rtx3060"))
 WITH_RAM = (["sdxl", "flux.1-dev"], ["rtx4060", "rtx4090"], 16 * 10**9)
@@ -73,8 +74,7 @@ def joined(old: Chart | None, new: Chart) -> Chart:
         return new
     fresh = {(cell.model, cell.card) for cell in new.cells}
     cards = {card.name: card for card in (*old.cards, *new.cards)}
-    models = {model.name: model for model in (*new.models, *old.models)}
-    models |= {model.name: model for model in new.models if model.presets}  # of several cards alone there are none
+    models = {model.name: model for model in (*old.models, *new.models)}
     cells = [*(cell for cell in old.cells if (cell.model, cell.card) not in fresh), *new.cells]
     used = {cell.card for cell in cells}
     return Chart(
@@ -93,6 +93,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--models", default=MODELS)
     options.add_argument("--cards", default=",".join(CARDS))
+    options.add_argument("--several", action="store_true", help=f"{SEVERAL}, and nothing else")
     options.add_argument("--usual-only", action="store_true", help="nothing larger is tried: of clips that takes long")
     chosen = options.parse_args()
     named = [model_called(name) for name in chosen.models.split(",") if name not in ("", "all")]
@@ -102,18 +103,19 @@ def main() -> None:
     def told(what: str, done: int, total: int) -> None:
         print(f"{time.monotonic() - began:.0f} s: {what} ({done} of {total})", file=sys.stderr, flush=True)
 
-    written = json.loads(FILE.read_text()) if FILE.exists() else {}
-    chart = Chart.from_mapping(written["chart"]) if written else None
-    facts = {name: written.get(name) for name in ("with_ram", "levels", "plans")}
+    facts = json.loads(FILE.read_text()) if FILE.exists() else {}
+    name, cards = ("several", SEVERAL) if chosen.several else ("chart", chosen.cards)
+    chart = Chart.from_mapping(facts[name]) if facts.get(name) else None
     for model in models:
-        chart = joined(
-            chart, chart_of([model], chosen.cards.split(","), on_progress=told, usual_only=chosen.usual_only)
-        )
-        write("chart-simulated", {"chart": chart.to_mapping(), **facts})  # by and by
+        chart = joined(chart, chart_of([model], cards.split(","), on_progress=told, usual_only=chosen.usual_only))
+        facts[name] = chart.to_mapping()
+        write("chart-simulated", facts)  # by and by
+    if chosen.several:
+        return
     facts["with_ram"] = chart_of(*WITH_RAM, on_progress=told).to_mapping()
     facts["levels"] = [level_table(model, [card], on_progress=told).to_mapping() for model, card in LEVELS]
     facts["plans"] = {name: question.answer() for name, question in QUESTIONS.items()}
-    write("chart-simulated", {"chart": chart.to_mapping() if chart else None, **facts})
+    write("chart-simulated", facts)
 
 
 if __name__ == "__main__":

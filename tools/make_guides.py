@@ -49,6 +49,28 @@ def chart() -> str:
     return as_markdown(the_chart()).rstrip()
 
 
+@functools.cache
+def on_several_cards() -> Chart:
+    return Chart.from_mapping(facts()["several"])
+
+
+def chart_of_several() -> str:
+    """Times, speedups and how, of each model on several cards."""
+    made = on_several_cards()
+    rows = [
+        (model.name, model.request.size, *(_on_several(made.cell(model.name, card.name)) for card in made.cards))
+        for model in made.models
+    ]
+    return table(("", "usual request", *(card.name for card in made.cards)), rows)
+
+
+def _on_several(cell: Cell | None) -> str:
+    if cell is None or cell.seconds is None:
+        return "" if cell is None else cell.summary
+    faster = "one is too small" if cell.speedup is None else f"**{cell.speedup:.2f} ×**"
+    return f"{format_seconds(cell.seconds)}, {faster}, {format_bytes(cell.peak_bytes or 0)}<br>{cell.summary}"
+
+
 def cards() -> str:
     rows = [(card_words(card), format_bytes(card.usable_bytes)) for card in the_chart().cards]
     return table(("card", "for a plan"), rows)
@@ -256,6 +278,7 @@ WORDS: dict[str, Callable[..., str]] = {
     "card_count": lambda: str(len(card_names())),
     "cards": cards,
     "chart": chart,
+    "chart_of_several": chart_of_several,
     "context": lambda: format_bytes(CONTEXT),
     "disk": lambda: f"{ORDINARY_DISK / 10**9:.0f} GB",
     "fits.capacity": lambda: _in_verdict(2),
@@ -316,6 +339,7 @@ def main() -> None:
             page.write_text(pages()[page])
     if not check:
         draw_chart(the_chart(), ROOT / "docs/chart.png", "png")
+        draw_chart(on_several_cards(), ROOT / "docs/chart-several.png", "png")
         beside = read("rivals-simulated")
         draw_rivals(beside["rows"], beside["card"], ROOT / "docs/beside-others.png")
         draw_rivals_cuda(read("rivals_cuda")["rows"], ROOT / "docs/beside-others-cuda.png")
