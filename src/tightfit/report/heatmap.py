@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from tightfit.report.chart import ram_words
-from tightfit.schema.chart import Cell, Chart, ChartedModel
+from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel
 from tightfit.units import format_bytes, format_seconds
 
 __all__ = ["draw_chart"]
@@ -73,7 +73,7 @@ def _compose(chart: Chart) -> Figure:
     _heading(figure, said, size)
     for column, card in enumerate(chart.cards):
         axes.text(column + 0.5, -0.36, format_bytes(card.bytes), ha="center", va="bottom", fontsize=10, weight="bold")
-        axes.text(column + 0.5, -0.12, card.name, ha="center", va="bottom", fontsize=8.5, color=GREY)
+        axes.text(column + 0.5, -0.12, _name_of(card), ha="center", va="bottom", fontsize=8.5, color=GREY)
     for row, model in enumerate(chart.models):
         _name(axes, row, model)
         for column, card in enumerate(chart.cards):
@@ -85,12 +85,18 @@ def _compose(chart: Chart) -> Figure:
 
 
 def _subtitle(chart: Chart) -> str:
-    return (
+    said = [
         "In each cell: the time of one picture or clip and the most memory it takes, under the plan that tightfit "
-        "makes for the card. Below, in blue: the lowest level that fits, from 0 (all on the card) to 3 (the denoiser "
-        "streams); “own plan”: no level fits, only that plan does. Predicted, no card was timed. "
-        f"{ram_words(chart.ram)}."
-    )
+        "makes for the card."
+    ]
+    if any(card.count == 1 for card in chart.cards):
+        said.append(
+            "Below, in blue: the lowest level that fits, from 0 (all on the card) to 3 (the denoiser streams); “own "
+            "plan”: no level fits, only that plan does."
+        )
+    if any(card.count > 1 for card in chart.cards):
+        said.append("Several cards share each call: the memory is of each; below, how many times as fast as one.")
+    return " ".join([*said, "Predicted, no card was timed.", f"{ram_words(chart.ram)}."])
 
 
 def _heading(figure: Figure, said: list[str], size: tuple[float, float]) -> None:
@@ -98,6 +104,10 @@ def _heading(figure: Figure, said: list[str], size: tuple[float, float]) -> None
     title = "What each card does with each model, losslessly"
     figure.text(0.25 / across, 1 - 0.32 / high, title, fontsize=15, weight="bold", va="center")
     figure.text(0.25 / across, 1 - 0.55 / high, "\n".join(said), color=GREY, va="top", linespacing=1.35)
+
+
+def _name_of(card: ChartedCard) -> str:
+    return card.name if card.count == 1 else f"{card.count} × {card.card}"
 
 
 def _name(axes: Axes, row: int, model: ChartedModel) -> None:
