@@ -36,6 +36,7 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
         {"name": "StableDiffusion", "plan": {"level": 3, "vae": {"shared": False}}, "attention": "heads"},
         {"name": "Flux", "plan": {"level": 3, "rank_shares": [3, 1]}, "attention": "ring", "unknown": True},
         {"name": "StableDiffusion", "plan": {"level": 0, "rank_shares": [2, 1], "vae": SMALL_STRIPS}, "decodes": 2},
+        {"name": "StableDiffusion3", "level": 0, "attention": "ring", "other_height": 96},  # its end is whole on each
         {"name": "StableDiffusion", "budget": "56MB", "attention": "ring"},
     ]
     said = run_ranks(2, [FAILS, OTHER, TOO_SMALL, TALL, CHANGED, unseeded, *trials])
@@ -60,7 +61,7 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
             assert " are sent: a call exchanges them with other ranks in " in one["plan"]
         assert one["apart"] <= CLOSE, (trial, one)
         assert one["apart"] == other["apart"]
-        assert one["decoded"] <= CLOSE, (trial, one)
+        assert max(one["decoded"], one["other"]) <= CLOSE, (trial, one)
         assert one["same"], trial
         assert one["undone"], trial
         assert not [note for note in one["notes"] if "every rank" in note]

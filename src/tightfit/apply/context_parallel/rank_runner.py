@@ -83,11 +83,15 @@ class RankRunner(Runner):
                 kept.remove(rows)
 
     def _gather(self, index: int, rows: Span) -> None:
-        """Get the `rows` of a kept map, on all ranks."""
+        """Get the `rows` of a kept map, the same on all ranks.
+
+        Each comes from the rank whose share it is in: another one that computed it, too, may have rounded differently.
+        """
         has, _ = self._gathered.get(index, (NOTHING, None))
         if has.lo <= rows.lo and rows.hi <= has.hi:
             return
-        node, there = self._nodes[index], self._stored[index]
+        node, shares = self._nodes[index], [self._plan.share(rank, index) for rank in range(self._group.size)]
+        there = [_common(share, stored) for share, stored in zip(shares, self._stored[index], strict=True)]
         own = _common(there[self._group.rank], rows)
         mine = self._maps[index].take(own) if own.lo < own.hi else self._empty(node, own)
         self._gathered[index] = rows, self._joined(node, there, rows, mine)
