@@ -104,8 +104,8 @@ def test_several_cards_say_how_much_faster_they_are() -> None:
     faster, alone = (model.name for model in CHART.models[:2])
     cells = [fits.model_copy(update={"model": faster, "speedup": 1.86}), fits.model_copy(update={"model": alone})]
     chart = CHART.model_copy(update={"cards": (*CHART.cards, two), "cells": (*CHART.cells, *cells)})
-    assert "1.86 ×" in describe_chart(chart)
-    assert "| **1.86 ×** " in as_markdown(chart)
+    assert "1.86 × as fast as one; " in describe_chart(chart)
+    assert f"| 1.86 × as fast as one; {fits.summary} |" in as_markdown(chart)
     assert SEVERAL in as_markdown(chart)
     assert SEVERAL not in as_markdown(CHART)
     said = texts_of(_compose(chart))

@@ -38,8 +38,8 @@ LEGEND = (
     "streams X 12 %: 12 % of X's weights are on the card at a time; components not named are resident",
 )
 SEVERAL = (
-    f"2xCARD: two of them in one computer, which share the rows of a call, or its guidance; peak: of each; level: how "
-    f"many times as fast as one of them, {NONE}: one is too small; largest: not tried"
+    "2xCARD: two of them in one computer, which share the rows of a call, or its guidance; peak: of each; level, "
+    "largest: not tried"
 )
 _HEADINGS = ("card", "level", "peak", "time", "slower", "largest", "plan")
 
@@ -67,12 +67,13 @@ def _block(chart: Chart, model: ChartedModel) -> Iterator[str]:
 def _rows(chart: Chart, model: ChartedModel) -> Iterator[tuple[str, ...]]:
     for card in chart.cards:
         if (cell := chart.cell(model.name, card.name)) is not None:
-            yield (card_words(card), *numbers(cell), cell.summary)
+            faster = "" if cell.speedup is None else f"{cell.speedup:.2f} × as fast as one; "
+            yield (card_words(card), *numbers(cell), faster + cell.summary)
 
 
 def numbers(cell: Cell) -> tuple[str, ...]:
     """Return the cells of a row: level, peak, time, slowdown, largest request."""
-    level = _level(cell)
+    level = NONE if cell.level is None else str(cell.level)
     peak = NONE if cell.peak_bytes is None else format_bytes(cell.peak_bytes)
     time = "refused" if cell.seconds is None else format_seconds(cell.seconds)
     slower = NONE if cell.slowdown is None else f"{cell.slowdown:.2f} ×"
@@ -96,17 +97,10 @@ def _legend(chart: Chart) -> tuple[str, ...]:
     return (*LEGEND, SEVERAL) if any(card.count > 1 for card in chart.cards) else LEGEND
 
 
-def _level(cell: Cell) -> str:
-    """The lowest preset that fits; of several cards, how many times as fast as one they are."""
-    if cell.speedup is not None:
-        return f"{cell.speedup:.2f} ×"
-    return NONE if cell.level is None else str(cell.level)
-
-
 def _in_short(cell: Cell | None) -> str:
     if cell is None:
         return ""
-    level = _level(cell)
+    level = NONE if cell.level is None else str(cell.level)
     return f"**{level}** refused" if cell.seconds is None else f"**{level}** {format_seconds(cell.seconds)}"
 
 

@@ -86,10 +86,8 @@ class ContextParallel:
         inputs, per_node = sorted(self.doubled.items()), self.group.per_node
         group = "" if self.guidance is None else f"guidance group {self.guidance.number}, "
         place = f"{group}rank {self.rows.rank} of {self.shares}, {per_node} a computer"
-        alone = "" if self.autoencoders.shared else ", autoencoders on every rank"
-        if self.autoencoders.strips is not None:
-            alone = f", autoencoders in strips of {self.autoencoders.strips} bytes"
-        return f"{place}{alone}, attention {self.attention}, inputs {inputs}"
+        autoencoders = ", ".join(f"{name}={value}" for name, value in self.autoencoders.fields.items())
+        return f"{place}, autoencoders {autoencoders}, attention {self.attention}, inputs {inputs}"
 
     @property
     def groups(self) -> int:

@@ -134,7 +134,8 @@ class ParallelMethod:
                 with self._recorder.uncounted():
                     program, rebuild = self._take_apart(_without_wrappers(module), call)
                     _check_rows(program, self._sharing.group.size)
-                    plan = RankPlan(StageGraph(program), *self._sharing[1:])
+                    sharing, graph = self._sharing, StageGraph(program)
+                    plan = RankPlan(graph, sharing.shares, sharing.attention, sharing.strip_bytes)
                     found = _PreparedCall(plan, LiveWeights(module, program), rebuild, _digest(program))
             except UnsupportedGraph as reason:
                 found = str(reason)
