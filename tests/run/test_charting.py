@@ -56,7 +56,9 @@ class Asked:
     def sources(self) -> Sources:
         return Sources(self.footprint, self.preset, self.several)
 
-    def several(self, model: ChartedModel, column: ChartedCard, ram: int | None, alone: float | None) -> Cell:
+    def several(
+        self, model: ChartedModel, footprint: Footprint, column: ChartedCard, ram: int | None, alone: float | None
+    ) -> Cell:
         self.shared.append((column.card, column.count, ram))
         speedup = alone and 1.5
         return Cell(
@@ -97,16 +99,17 @@ def test_presets_and_larger_sizes_are_of_single_cards(asked: Asked) -> None:
 def test_a_call_on_two_cards_is_predicted_as_plan_does() -> None:
     model = ChartedModel(name="sd-1.5", request=known_model("sd-1.5").request)
     column = charted_card("rtx4090", known_card("rtx4090"), 2)
-    cell = rank_cell(model, column, None, 3.0)
+    footprint = measure_footprint("sd-1.5")
+    cell = rank_cell(model, footprint, column, None, 3.0)
     found = forecast_ranks(
         "sd-1.5", "rtx4090", RankLayout(2), {}, model.request, lambda _: contextlib.nullcontext(), Limits(None)
     )
     assert (cell.seconds, cell.card) == (found.trace.seconds, "2xrtx4090")
     assert cell.speedup == 3.0 / found.trace.seconds
     assert cell.slowdown == 1
-    assert cell.summary == "two groups"
+    assert cell.summary == "two groups; all on the card"
     small = column.model_copy(update={"usable_bytes": 2**28})
-    assert "needs" in rank_cell(model, small, 2**20, None).summary
+    assert "needs" in rank_cell(model, footprint, small, 2**20, None).summary
 
 
 def test_nothing_larger_is_tried_where_nobody_wants_that(asked: Asked) -> None:

@@ -17,6 +17,7 @@ from tightfit.schema.plan import Plan
 from tightfit.units import format_bytes
 
 __all__ = [
+    "ENDLESS",
     "cell_of",
     "charted_card",
     "fits_card",
@@ -27,7 +28,7 @@ __all__ = [
     "would_do",
 ]
 
-_ENDLESS = 2**60  # bytes of a card with unlimited memory
+ENDLESS = 2**60  # bytes of a card with unlimited memory
 
 
 def charted_card(name: str, card: Accelerator, count: int = 1) -> ChartedCard:
@@ -67,7 +68,7 @@ def cell_of(
         plan = plan_on(footprint, accelerator, ram)
     except BudgetTooSmall as error:
         return Cell(**fields, summary=would_do(error), largest=largest)
-    endless = make_plan(footprint, computer_with(accelerator.model_copy(update={"bytes": _ENDLESS})))
+    endless = make_plan(footprint, computer_with(accelerator.model_copy(update={"bytes": ENDLESS})))
     seconds = _seconds(plan)
     return Cell(
         **fields,
@@ -90,7 +91,7 @@ def plan_seconds(footprint: Footprint, card: Accelerator, ram: int | None = None
 def preset_plan(footprint: Footprint, level: int, accelerator: Accelerator) -> Plan:
     """Return the plan of preset `level` on a card."""
     return plan_for(
-        footprint, "cuda:0", separate=True, choices={"level": level}, request=footprint.request, pinnable=_ENDLESS,
+        footprint, "cuda:0", separate=True, choices={"level": level}, request=footprint.request, pinnable=ENDLESS,
         accelerator=accelerator,
     )  # fmt: skip
 

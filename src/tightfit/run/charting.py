@@ -46,12 +46,12 @@ ProgressCallback = Callable[[str, int, int], None]  # name of the current step, 
 
 class Sources(NamedTuple):
     """Functions that return a model's footprint, a level simulated on a card with unlimited memory, and the cell of
-    several cards, given the bytes of RAM for each and the seconds of one.
+    several cards, given a footprint, the bytes of RAM for each and the seconds of one.
     """
 
     footprint: Callable[[str, Request], Footprint]
     preset: Callable[[str, int, Footprint, Accelerator], Preset]
-    several: Callable[[ChartedModel, ChartedCard, int | None, float | None], Cell] = rank_cell
+    several: Callable[[ChartedModel, Footprint, ChartedCard, int | None, float | None], Cell] = rank_cell
 
 
 def chart_of(
@@ -180,7 +180,8 @@ class _ModelRow:
         if column.count == 1:
             return cell_of(self.model, self._footprint, column, card, self._ram, largest)
         self._progress.next(f"{self._name}, {column.title}")
-        return self._sources.several(self.model, column, self._ram, plan_seconds(self._footprint, card, self._ram))
+        alone = plan_seconds(self._footprint, card, self._ram)
+        return self._sources.several(self.model, self._footprint, column, self._ram, alone)
 
     def _presets(self) -> Iterator[Preset]:
         for level in LEVELS if any(card.count == 1 for card in self._columns) else ():

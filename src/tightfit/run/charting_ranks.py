@@ -7,18 +7,18 @@ import re
 
 from tightfit.catalog.known import card_called
 from tightfit.errors import BudgetTooSmall, InputError
-from tightfit.plan.chart_cells import would_do
+from tightfit.plan.chart_cells import ENDLESS, would_do
+from tightfit.plan.explain import summarize
 from tightfit.plan.rank_choice import GROUP_NAMES, NAMES
 from tightfit.run.limits import Limits
 from tightfit.run.rank_layout import MOST, RankLayout
 from tightfit.schema.chart import Cell, ChartedCard, ChartedModel
+from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import Plan
 from tightfit.schema.results import Prediction
 
 __all__ = ["counted_card", "rank_cell"]
-
-_ENDLESS = 2**50  # bytes of each of several cards with unlimited memory
 
 
 def counted_card(text: str) -> tuple[int, str]:
@@ -30,10 +30,12 @@ def counted_card(text: str) -> tuple[int, str]:
     return count, card_called(name)
 
 
-def rank_cell(model: ChartedModel, column: ChartedCard, ram: int | None, alone: float | None) -> Cell:
+def rank_cell(
+    model: ChartedModel, footprint: Footprint, column: ChartedCard, ram: int | None, alone: float | None
+) -> Cell:
     """Return the result of `model` on the cards of `column`, for each of which `ram` bytes may wait in host memory.
 
-    `alone`: the seconds that one such card takes; None if it cannot.
+    `footprint`: of the usual request; `alone`: the seconds that one such card takes, None if it cannot.
     """
     fields = {"model": model.name, "card": column.name}
     try:
@@ -41,11 +43,11 @@ def rank_cell(model: ChartedModel, column: ChartedCard, ram: int | None, alone: 
         found = _forecast(model, column, Limits(budget))
     except BudgetTooSmall as error:
         return Cell(**fields, summary=would_do(error))
-    endless = _forecast(model, column, Limits(Budget(device=_ENDLESS)))
+    endless = _forecast(model, column, Limits(Budget(device=ENDLESS)))
     seconds = found.trace.seconds
     return Cell(
         **fields,
-        summary=_summary(found.plan),
+        summary=f"{_ways(found.plan)}; {summarize(found.plan, footprint)}",
         peak_bytes=max(phase.peak_bytes for phase in found.trace.phases),
         seconds=seconds,
         slowdown=seconds / endless.trace.seconds if endless.trace.seconds else 1.0,
@@ -62,13 +64,7 @@ def _forecast(model: ChartedModel, column: ChartedCard, limits: Limits) -> Predi
     )
 
 
-def _summary(plan: Plan) -> str:
-    """How the cards compute together, and what is not resident on each."""
-    ways = [GROUP_NAMES[plan.cfg_groups]] if plan.cfg_groups > 1 else []
-    ways += [NAMES[plan.context_attention]] if plan.context > 1 else []
-    placed = {word: [name for name, each in plan.components.items() if each.placement == word] for word in _WORDS}
-    said = [f"{_WORDS[word]} {', '.join(names)}" for word, names in placed.items() if names]
-    return "; ".join([", ".join(ways), *said, *(["strips"] if plan.vae.strips is not None else [])])
-
-
-_WORDS = {"stream": "streams", "offload": "offloads"}
+def _ways(plan: Plan) -> str:
+    """How the cards compute together."""
+    groups = [GROUP_NAMES[plan.cfg_groups]] if plan.cfg_groups > 1 else []
+    return ", ".join([*groups, *([NAMES[plan.context_attention]] if plan.context > 1 else [])])
