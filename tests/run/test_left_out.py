@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import tightfit
 from a_few import a_few
 from simulator.conftest import ACCELERATOR, MakeCards
 from tightfit import Budget, BudgetTooSmall, Footprint, Plan, make_plan
+from tightfit.measure import forked_work
 from tightfit.plan.default_rates import computer_with
 from tightfit.plan.missing import GAIN
 from tightfit.plan.planner import find_missing
@@ -47,9 +49,9 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     parts: list[str] = []
     in_strips, in_variants = AutoencoderStripProfiles.with_strips, module.measure_variants
 
-    def with_strips(calls: AutoencoderStripProfiles, footprint: Footprint, part: str) -> Footprint:
+    def with_strips(calls: AutoencoderStripProfiles, footprint: Footprint, part: str, copies: ExitStack) -> Footprint:
         parts.append(part)
-        return in_strips(calls, footprint, part)
+        return in_strips(calls, footprint, part, copies)
 
     def measure_variants(*args: Any) -> tuple[Variant, ...]:
         parts.append("variants")
@@ -228,3 +230,24 @@ def test_strips_of_a_picture_are_measured_together(done: list[str], monkeypatch:
     )
     assert (known.not_measured, len(done)) == (("variants",), 1)
     assert any(len(phase.strip_options) == len(STRIP_OPTIONS) for phase in known.phases)
+
+
+@pytest.mark.parametrize("quick", [0, 10**6])
+def test_copies_of_the_process_measure_the_same(quick: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of clips' autoencoders and of pictures'. Allocations of earlier variants change a few bytes of later ones."""
+    monkeypatch.setattr("tightfit.run.strip_profiles.QUICK", quick)
+    monkeypatch.setattr(forked_work, "SPARE_BYTES", 0)
+    forks: list[object] = []
+    copy = forked_work._ForkedJob
+    monkeypatch.setattr(forked_work, "_ForkedJob", lambda *given, **more: forks.append(given) or copy(*given, **more))
+    ours = Measurer(SDXL.make(4))
+    monkeypatch.setattr(ours, "_own", "")  # nothing is kept
+    found = ours.measure(REQUEST)
+    assert len(forks) > 5
+    monkeypatch.setattr(forked_work, "_may_fork", lambda copies: False)
+    alone = ours.measure(REQUEST)
+    assert found.phases == alone.phases
+    kinds = [[each.model_copy(update={"phases": ()}) for each in some.variants] for some in (found, alone)]
+    assert kinds[0] == kinds[1]
+    for one, other in zip(found.variants, alone.variants, strict=True):
+        assert one.phases[0].allocator_bytes == pytest.approx(other.phases[0].allocator_bytes, rel=0.01)

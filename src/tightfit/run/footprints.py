@@ -18,6 +18,7 @@ from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import InputError, unknown_name
 from tightfit.measure.call_log import CallLog
 from tightfit.measure.call_profiler import CallProfiler
+from tightfit.measure.forked_work import forking
 from tightfit.measure.meta_copy import fingerprint, meta_copy, without_hooks
 from tightfit.measure.modules import COMPILED, compiled_around, find_components, inspect_pipeline
 from tightfit.plan.default_rates import ANY_CARD
@@ -234,7 +235,7 @@ def _measure_call(
     cache: StepCache | None = None,
 ) -> Footprint:
     precision, work = getattr(torch, dtype) if dtype else None, ProgressTracker(PLAYING)
-    with unlimited_card(ANY_CARD) as card:
+    with unlimited_card(ANY_CARD) as card, forking(), ExitStack() as copies:
         simulation = SimulationRun(
             _untouched(model), card, {"level": 0}, request, precision, unable, keeps_gradients=False, cache=cache
         )
@@ -259,7 +260,7 @@ def _measure_call(
             expected.update(wanted)
             before = footprint.not_measured
             if (part := wanted[0]) in STRIP_OPTIONS:
-                footprint = strip_profiles.with_strips(footprint, part)
+                footprint = strip_profiles.with_strips(footprint, part, copies)
             else:
                 variants = measure_variants(footprint, lambda each: simulator.phases(each, inputs, profiler))
                 left = tuple(other for other in footprint.not_measured if other != part)

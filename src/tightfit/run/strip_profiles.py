@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,8 +19,10 @@ from tightfit.apply.activations.strips.cost_estimate import profile_stages
 from tightfit.apply.activations.strips.executor import StripConfig as Strips
 from tightfit.apply.activations.strips.export_graph import UnsupportedGraph
 from tightfit.apply.activations.strips.op_costs import OpCostCache
+from tightfit.apply.activations.strips.strip_plan import StripPlan
+from tightfit.measure.forked_work import begin, both, in_parallel
 from tightfit.measure.modules import find_layers, find_role
-from tightfit.schema.footprint import STRIP_OPTIONS, FeatureMaps, Footprint, Phase, StripProfile
+from tightfit.schema.footprint import STRIP_OPTIONS, FeatureMaps, Footprint, Phase, StripProfile, StripStageProfile
 
 __all__ = ["AutoencoderStripProfiles", "StripOptionProfiler"]
 
@@ -56,19 +58,23 @@ class StripOptionProfiler:
         strip_plan = Strips(self._program, strip_bytes, maps, self.mark, moves=True).strip_plan
         if maps == "host" and not strip_plan.in_host:
             return None
+        stages, allocator_bytes = both(
+            lambda: self._stages(strip_plan), lambda: strip_plan.allocator_bytes(expandable=expandable)
+        )
         made = (self._items - 1) * sum(self._program.nodes[index].bytes for index in self._program.outputs)
-        needed = max(strip_plan.allocator_bytes(expandable=expandable), strip_bytes)
-        allocator_bytes = max(beside + made + needed, outside) + PAGES
-        with self._op_costs.working():
-            stages = tuple(profile_stages(strip_plan, self._op_costs, self._layers))
+        needed = beside + made + max(allocator_bytes, strip_bytes)
         return StripProfile(
             strip_bytes=strip_bytes,
             feature_maps=maps,
-            allocator_bytes=allocator_bytes,
+            allocator_bytes=max(needed, outside) + PAGES,
             host_bytes=strip_plan.peak.host,
             batch_items=self._items,
             stages=stages,
         )
+
+    def _stages(self, strip_plan: StripPlan) -> tuple[StripStageProfile, ...]:
+        with self._op_costs.working():
+            return tuple(profile_stages(strip_plan, self._op_costs, self._layers))
 
 
 def _layer_of_module(module: nn.Module) -> dict[str, str]:
@@ -87,6 +93,7 @@ class AutoencoderStripProfiles:
         self._expandable = expandable
         self._seen: dict[tuple[str, str], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
         self._profilers: dict[tuple[str, str], StripOptionProfiler | None] = {}
+        self._ahead: dict[str, Callable[[], list[StripProfile | None]]] = {}  # of options that were not asked for yet
         for name, module in components.items():
             if find_role(name, module) == "autoencoder":
                 for method in ("encode", "decode"):
@@ -119,18 +126,32 @@ class AutoencoderStripProfiles:
         """
         return {kind: self._profiler(kind) for kind in self._seen}
 
-    def with_strips(self, footprint: Footprint, option: str) -> Footprint:
+    def with_strips(self, footprint: Footprint, option: str, copies: ExitStack) -> Footprint:
         """Return `footprint` with the strip option of this name for autoencoders whose graphs are supported.
 
         If the graphs are small (QUICK), other missing strip options are added too: this is faster than to search for
-        what else is missing.
+        what else is missing. If they are large, idle cores begin with others that may be asked for next, the most
+        strips first, until `copies` is closed: clips often need several options.
         """
         profilers = [self._profiler_of(phase) for phase in footprint.phases]
         quick = sum(profiler.operations for profiler in profilers if profiler) <= QUICK
-        options = [each for each in footprint.not_measured if each == option or (quick and each in STRIP_OPTIONS)]
-        pairs = zip(footprint.phases, profilers, strict=True)
-        phases = tuple(self._in_strips(phase, profiler, options) for phase, profiler in pairs)
-        left = tuple(each for each in footprint.not_measured if each not in options)
+        missing = [each for each in footprint.not_measured if each in STRIP_OPTIONS]
+
+        def profiles(option: str) -> list[StripProfile | None]:
+            pairs = zip(footprint.phases, profilers, strict=True)
+            return [self._profile(phase, profiler, option) for phase, profiler in pairs]
+
+        jobs = {each: functools.partial(profiles, each) for each in missing}
+        if quick:
+            found = in_parallel(list(jobs.values()))
+        else:
+            later = (each for each in reversed(missing) if each != option and each not in self._ahead)
+            if (following := next(later, None)) is not None:
+                self._ahead[following] = begin(jobs[following], copies)
+            found = [self._ahead.get(option, jobs[option])()]
+        pairs = zip(footprint.phases, zip(*found, strict=True), strict=True)
+        phases = tuple(phase.with_strip_options(filter(None, options)) for phase, options in pairs)
+        left = tuple(each for each in footprint.not_measured if each not in (jobs if quick else (option,)))
         return footprint.model_copy(update={"phases": phases, "not_measured": left})
 
     def _profiler_of(self, phase: Phase) -> StripOptionProfiler | None:
@@ -149,18 +170,12 @@ class AutoencoderStripProfiles:
                 self._profilers[kind] = None
         return self._profilers[kind]
 
-    def _in_strips(self, phase: Phase, profiler: StripOptionProfiler | None, options: Iterable[str]) -> Phase:
+    def _profile(self, phase: Phase, profiler: StripOptionProfiler | None, option: str) -> StripProfile | None:
         if profiler is None:
-            return phase
-        found = []
-        for divisor, maps in map(STRIP_OPTIONS.__getitem__, options):
-            limit = phase.strip_limit(divisor)
-            found.append(
-                profiler.profile(
-                    limit, maps, phase.live_bytes_at_start, phase.peak_between_calls, expandable=self._expandable
-                )
-            )
-        return phase.with_strip_options(profile for profile in found if profile is not None)
+            return None
+        divisor, maps = STRIP_OPTIONS[option]
+        beside, outside = phase.live_bytes_at_start, phase.peak_between_calls
+        return profiler.profile(phase.strip_limit(divisor), maps, beside, outside, expandable=self._expandable)
 
 
 def _shape_of(value: Any) -> Any:

@@ -17,6 +17,7 @@ from tightfit.apply.activations.gradient_checkpointing import checkpoint_blocks
 from tightfit.apply.activations.max_batch import chunk_blocks, in_chunks
 from tightfit.measure.block_replay import BlockReplay
 from tightfit.measure.call_profiler import CallProfiler
+from tightfit.measure.forked_work import both, in_parallel
 from tightfit.measure.modules import find_layers, find_role
 from tightfit.run.pass_replay import CallReplayer
 from tightfit.run.simulate import Inputs, SimulationRun
@@ -40,16 +41,29 @@ def measure_variants(footprint: Footprint, simulate: Simulate) -> tuple[Variant,
         return tuple(_finer(_max_allocator_bytes(base_phases), again, simulate))
     peak = max(phase.peak for phase in base_phases)
     sizes = sorted({max(peak // share, LEAST) for share in SHARES}, reverse=True)
-    found = _finer(_max_allocator_bytes(base_phases), [{"ffn_chunk": size} for size in sizes], simulate)
     allocator_bytes = _max_allocator_bytes(base_phases)
-    for parts in _parts(footprint.request.batch if footprint.request else 1):
-        whole = _finer(allocator_bytes, [parts, *({**parts, "ffn_chunk": size} for size in sizes)], simulate)
+    gc.collect()  # copies of this process never collect what was garbage before
+
+    def finer(steps: list[dict[str, Any]]) -> Callable[[], list[Variant]]:
+        return functools.partial(_finer, allocator_bytes, steps, simulate)
+
+    chunked = finer([{"ffn_chunk": size} for size in sizes])
+    parts, *smaller = _parts(footprint.request.batch if footprint.request else 1)
+    by_blocks, whole, found = in_parallel([*map(finer, _steps(parts, sizes)), chunked])
+    found += [*whole, *by_blocks] if whole else []
+    for parts in smaller if whole else ():
+        by_blocks, whole = both(*map(finer, _steps(parts, sizes)))
         if not whole:
             break
-        found += whole
-        by_blocks = {**parts, "by_blocks": True}
-        found += _finer(allocator_bytes, [by_blocks, *({**by_blocks, "ffn_chunk": size} for size in sizes)], simulate)
+        found += [*whole, *by_blocks]
     return tuple(found)
+
+
+def _steps(parts: dict[str, Any], sizes: list[int]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Ever finer variants that split a batch into `parts`: in each block, which takes longer to measure, or whole."""
+    by_blocks = {**parts, "by_blocks": True}
+    first, second = ([way, *({**way, "ffn_chunk": size} for size in sizes)] for way in (by_blocks, parts))
+    return first, second
 
 
 def _parts(batch: int) -> Iterator[dict[str, Any]]:

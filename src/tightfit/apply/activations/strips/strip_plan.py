@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from array import array
@@ -21,6 +22,7 @@ from tightfit.apply.activations.strips.schedule import (
     whole,
 )
 from tightfit.apply.activations.strips.stages import Stage, StageGraph, find_stages
+from tightfit.measure.forked_work import in_parallel
 from tightfit.schema.footprint import FeatureMaps
 from tightfit.simulator.allocator_replay import allocator_events_of, least_capacity
 
@@ -76,8 +78,13 @@ def find_strip_plan(program: Program, working: int, maps: FeatureMaps, *, moves:
     memory; "recompute" keeps at most `working` bytes, if possible, and recomputes the rest. Stages are formed as early
     as possible, or in the program's order, whichever costs less. With `moves`, allocations and frees are recorded.
     """
-    drafts = [_draft(graph, working, maps) for graph in _graphs_of(program)]
-    return min(drafts, key=lambda draft: draft.cost(working)).strip_plan(moves=moves)
+    graphs = _graphs_of(program)
+    drafts = in_parallel([functools.partial(_draft, graph, working, maps) for graph in graphs])
+    for graph, draft in zip(graphs, drafts, strict=True):
+        if maps != "recompute":  # drafted by a copy of this process: not worked out again
+            vars(graph).setdefault("stages", [stage for stage, *_ in draft.stages])
+    graph, draft = min(zip(graphs, drafts, strict=True), key=lambda found: found[1].cost(found[0], working))
+    return draft.strip_plan(graph, moves=moves)
 
 
 def _graphs_of(program: Program) -> list[StageGraph]:
@@ -96,33 +103,33 @@ def planned_stages_of(graph: StageGraph, planned: Iterable[tuple[Stage, int, boo
 
 @dataclass(frozen=True)
 class _Draft:
-    """Stages, each with its number of strips and `ahead`, and the estimated peak."""
+    """Stages of a graph, each with its number of strips and `ahead`, and the estimated peak."""
 
-    graph: StageGraph
     in_host: frozenset[int]
     stages: list[tuple[Stage, int, bool]]
     peak: StripPeak
 
-    def cost(self, working: int) -> tuple[int, int, int, StripPeak]:
+    def cost(self, graph: StageGraph, working: int) -> tuple[int, int, int, StripPeak]:
         """Return a sort key, the most important part first; lower is better.
 
         The approximate number of operations; by how many factors of 1.1 the peak exceeds `working` bytes; the bytes
         whose transfer is waited for; and the peak.
         """
         done = (index for stage, *_ in self.stages for index in stage.strips)
-        operations = sum(self.graph.program.operations(index) for index in done if self.graph.is_compute(index))
+        operations = sum(graph.program.operations(index) for index in done if graph.is_compute(index))
         beyond = math.ceil(math.log(max(self.peak.device / working, 1), 1.1))
-        return operations, beyond, sum(self._waited_for(stage, ahead) for stage, _, ahead in self.stages), self.peak
+        waited_for = sum(self._waited_for(graph.program, stage, ahead) for stage, _, ahead in self.stages)
+        return operations, beyond, waited_for, self.peak
 
-    def _waited_for(self, stage: Stage, ahead: bool) -> int:
+    def _waited_for(self, program: Program, stage: Stage, ahead: bool) -> int:
         """Bytes copied to and from host memory in `stage`; with `ahead`, only the larger of the two."""
-        nodes = self.graph.program.nodes
+        nodes = program.nodes
         ways = [sum(nodes[i].bytes for i in self.in_host.intersection(way)) for way in (stage.reads, stage.stores)]
         return max(ways) if ahead else sum(ways)
 
-    def strip_plan(self, *, moves: bool) -> StripPlan:
-        passes, told = planned_stages_of(self.graph, self.stages), array("q") if moves else None
-        return StripPlan(self.graph, self.in_host, passes, peak_of_stages(self.graph, self.in_host, passes, told), told)
+    def strip_plan(self, graph: StageGraph, *, moves: bool) -> StripPlan:
+        passes, told = planned_stages_of(graph, self.stages), array("q") if moves else None
+        return StripPlan(graph, self.in_host, passes, peak_of_stages(graph, self.in_host, passes, told), told)
 
 
 def peak_of_stages(
@@ -152,7 +159,7 @@ def _draft(graph: StageGraph, working: int, maps: FeatureMaps) -> _Draft:
                 break
         chosen.append((stage, count, ahead))
         most, kept = most.higher(peak), after
-    return _Draft(graph, in_host, chosen, most)
+    return _Draft(in_host, chosen, most)
 
 
 def _stages_within(graph: StageGraph, most: int) -> list[Stage]:
