@@ -6,9 +6,9 @@ For budgets that are shares of the bytes of all weights, each in a process of it
 pipeline is made of in diffusers and transformers, is not counted. "first" finds what comes with the package and nothing
 else on disk; "exporting" not that either, as if the libraries had other versions; "known" finds the footprint, whatever
 it leaves out, and imports no torch. Models that the catalog does not have (unlisted.py) are planned for from folders,
-"first" only. CPU seconds are what counts on a machine that others use; wall seconds stand beside them. `parts` says
-where they went, each without those that are named further below it and were called from it. Writes
-bench/results/planning.json.
+"first" only. Wall seconds are what counts, as several processes work on a first plan: nothing else may run. Beside them
+stand the CPU seconds of the first process, and `parts` says where these went, each without those that are named
+further below it and were called from it. Writes bench/results/planning.json.
 """
 
 from __future__ import annotations

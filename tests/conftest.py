@@ -13,6 +13,7 @@ import torch
 
 from a_few import mark_one_in
 from diffusers_attention_backend import own_attention_backend
+from tightfit.measure import forked_work
 from tiny_pipelines import CASES
 
 # transformers swaps torch.linspace while it loads, and torch would remember that one for `with torch.device`
@@ -66,6 +67,28 @@ def own_cache(new_cache: Cache) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(new_cache()))
         yield
+
+
+may_fork = forked_work._may_fork
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_process() -> Iterator[None]:
+    """Tiny pipelines are measured as fast without copies of the process, and every core runs tests already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forked_work, "_may_fork", lambda copies: False)
+        yield
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Measurements are done by copies of the process too, which are listed here."""
+    made: list[object] = []
+    job = forked_work.ForkedJob
+    monkeypatch.setattr(forked_work, "_may_fork", may_fork)
+    monkeypatch.setattr(forked_work, "ram_free", lambda: 2**40)
+    monkeypatch.setattr(forked_work, "ForkedJob", lambda *given, **how: made.append(given) or job(*given, **how))
+    return made
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,21 @@ def test_a_budget_is_kept_to_and_capped(name: str) -> None:
     torch.empty(SIZE + 2**21, dtype=torch.uint8, device="cuda")
 
 
+def test_copies_of_a_process_that_uses_a_card_plan_for_it(copies: list[object]) -> None:
+    """Garbage that is on the card, and streams at work, are the first process's alone."""
+    case = next(case for case in CASES if case.name == "StableDiffusionXL")
+    pipe = case.make()
+    tightfit.fit(pipe, level=0, device="cuda")
+    wanted = run(pipe, case).cpu()
+    garbage = [torch.ones(2**20, device="cuda").record_stream(torch.cuda.Stream())]
+    garbage.append(garbage)
+    del garbage
+    tightfit.fit(pipe, budget=SIZE, request=request_of(pipe, (), case.call()), device="cuda")
+    assert copies
+    found = run(pipe, case).cpu()
+    assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
+
+
 @pytest.mark.skipif(cuda_count() < 2, reason="needs two CUDA cards")
 @pytest.mark.parametrize("placement", ["resident", "offload", "stream"])
 @pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "Wan"])

@@ -18,12 +18,10 @@ from tightfit.measure import forked_work
 from tightfit.measure.forked_work import begin, both, forking, in_parallel
 from tightfit.signals import started
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
-
-
-@pytest.fixture(autouse=True)
-def enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked_work, "ram_free", lambda: 2**40)
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only"),
+    pytest.mark.usefixtures("copies"),
+]
 
 
 def test_each_job_but_the_first_has_a_process_of_its_own() -> None:

@@ -233,17 +233,15 @@ def test_strips_of_a_picture_are_measured_together(done: list[str], monkeypatch:
 
 
 @pytest.mark.parametrize("quick", [0, 10**6])
-def test_copies_of_the_process_measure_the_same(quick: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_the_process_measure_the_same(
+    quick: int, copies: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of clips' autoencoders and of pictures'. Allocations of earlier variants change a few bytes of later ones."""
     monkeypatch.setattr("tightfit.run.strip_profiles.QUICK", quick)
-    monkeypatch.setattr(forked_work, "SPARE_BYTES", 0)
-    forks: list[object] = []
-    copy = forked_work._ForkedJob
-    monkeypatch.setattr(forked_work, "_ForkedJob", lambda *given, **more: forks.append(given) or copy(*given, **more))
     ours = Measurer(SDXL.make(4))
     monkeypatch.setattr(ours, "_own", "")  # nothing is kept
     found = ours.measure(REQUEST)
-    assert len(forks) > 5
+    assert len(copies) > 5
     monkeypatch.setattr(forked_work, "_may_fork", lambda copies: False)
     alone = ours.measure(REQUEST)
     assert found.phases == alone.phases

@@ -62,7 +62,7 @@ def in_parallel(jobs: Sequence[Callable[[], T]]) -> list[T]:
     if len(jobs) < 2 or not _may_fork(len(jobs) - 1):
         return [job() for job in jobs]
     with _set(False), contextlib.ExitStack() as undo:
-        copies = [_ForkedJob(job, undo) for job in jobs[1:]]
+        copies = [ForkedJob(job, undo) for job in jobs[1:]]
         return [jobs[0](), *(copy.result() for copy in copies)]
 
 
@@ -78,14 +78,14 @@ def begin(job: Callable[[], T], undo: contextlib.ExitStack) -> Callable[[], T]:
 
     Where `in_parallel` would not fork, it is the job itself.
     """
-    return _ForkedJob(job, undo, nice=IDLE).result if _may_fork(1) else job
+    return ForkedJob(job, undo, nice=IDLE).result if _may_fork(1) else job
 
 
 def _may_fork(copies: int) -> bool:
     return _forks.get() and not multiprocessing.current_process().daemon and ram_free() >= copies * SPARE_BYTES
 
 
-class _ForkedJob(Generic[T]):
+class ForkedJob(Generic[T]):
     """A forked copy of this process, which does a job until `undo` is closed."""
 
     def __init__(self, job: Callable[[], T], undo: contextlib.ExitStack, *, nice: int = 0) -> None:
