@@ -27,7 +27,7 @@ weights, with the rates of an RTX 4090. *r*: refused, with the budget that would
 - **exporting**: as *first*, but without those graphs, as with another version of a library.
 - **known**: the call was measured before. All of the command's own time is counted, and torch is not imported.
 
-On Linux, forked copies of the process help with a first plan where each has 1 GiB of free RAM. They use no card, and
+On Linux, forked copies of the process help with a first plan where each has 512 MiB of free RAM. They use no card, and
 end with the measurement.
 
 Targets: {aims}.

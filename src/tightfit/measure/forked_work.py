@@ -29,7 +29,7 @@ __all__ = ["begin", "both", "forking", "in_parallel"]
 T = TypeVar("T")
 S = TypeVar("S")
 
-SPARE_BYTES = 2**30  # of RAM for each copy: what it changes it has for itself, which is 0.2 to 0.5 GB
+SPARE_BYTES = 2**29  # of RAM for each copy: what it changes it has for itself, which was at most 0.26 GB (Wan 2.1 1.3B)
 PATIENCE = 5.0  # seconds without any computing after which a copy counts as stuck, unless it waits for a core
 IDLE = 19  # niceness of work that may turn out not to be needed
 
