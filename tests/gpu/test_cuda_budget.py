@@ -36,17 +36,21 @@ def test_a_budget_is_kept_to_and_capped(name: str) -> None:
     torch.empty(SIZE + 2**21, dtype=torch.uint8, device="cuda")
 
 
-def test_copies_of_a_process_that_uses_a_card_plan_for_it(copies: list[object]) -> None:
+def test_copies_of_a_process_that_uses_a_card_measure_for_it(copies: list[object]) -> None:
     """Garbage that is on the card, and streams at work, are the first process's alone."""
     case = next(case for case in CASES if case.name == "StableDiffusionXL")
     pipe = case.make()
-    tightfit.fit(pipe, level=0, device="cuda")
+    fitted = tightfit.fit(pipe, level=0, device="cuda")
     wanted = run(pipe, case).cpu()
-    garbage = [torch.ones(2**20, device="cuda").record_stream(torch.cuda.Stream())]
+    fitted.undo()
+    garbage: list[object] = [torch.ones(2**20, device="cuda")]
     garbage.append(garbage)
     del garbage
-    tightfit.fit(pipe, budget=SIZE, request=request_of(pipe, (), case.call()), device="cuda")
+    request = request_of(pipe, (), case.call())
+    footprint = tightfit.measure_footprint(pipe, request)
     assert copies
+    assert footprint.not_measured == ()
+    tightfit.fit(pipe, budget=SIZE, request=request, device="cuda")
     found = run(pipe, case).cpu()
     assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
 
