@@ -137,7 +137,7 @@ def known(model: str, share: float) -> dict[str, Any]:
     from tightfit.schema.request import Request
     from tightfit.terminal import say
 
-    imports = took.so_far()["cpu"]
+    imports = took.so_far()
     kept = recalled_footprint(footprint_question(model, Request(), None), lambda _: ())
     assert isinstance(kept, Footprint)
     size, took = int(share * sum(component.bytes for component in kept.components)), Took()
@@ -147,8 +147,8 @@ def known(model: str, share: float) -> dict[str, Any]:
     except BudgetTooSmall:
         refused = True
     whole = took.so_far()
-    whole["cpu"] += imports
-    return whole | {"refused": refused, "imports": imports, "torch": "torch" in sys.modules}
+    whole = {kind: seconds + imports[kind] for kind, seconds in whole.items()}
+    return whole | {"refused": refused, "imports": imports["cpu"], "torch": "torch" in sys.modules}
 
 
 class Took:

@@ -52,6 +52,19 @@ def test_outside_of_forking_and_without_memory_this_process_does_all(monkeypatch
         assert begin(os.getpid, undo)() == os.getpid()
 
 
+def test_other_threads_fork_too() -> None:
+    found: list[int] = []
+
+    def work() -> None:
+        with forking():
+            found.extend(in_parallel([os.getpid] * 2))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found[0] == os.getpid() != found[1]
+
+
 def test_jobs_of_a_job_are_done_one_after_another() -> None:
     with forking():
         for owner, *others in in_parallel([lambda: [os.getpid(), *in_parallel([os.getpid] * 2)]] * 2):

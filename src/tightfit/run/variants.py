@@ -42,7 +42,6 @@ def measure_variants(footprint: Footprint, simulate: Simulate) -> tuple[Variant,
     peak = max(phase.peak for phase in base_phases)
     sizes = sorted({max(peak // share, LEAST) for share in SHARES}, reverse=True)
     allocator_bytes = _max_allocator_bytes(base_phases)
-    gc.collect()  # copies of this process never collect what was garbage before
 
     def finer(steps: list[dict[str, Any]]) -> Callable[[], list[Variant]]:
         return functools.partial(_finer, allocator_bytes, steps, simulate)
