@@ -20,7 +20,7 @@ from tightfit.run import launched_ranks, rank_watch
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
 RANK = """
-import os, sys, typer
+import os, sys, time, typer
 from tightfit.errors import InputError, RunError
 from tightfit.run import launched_ranks, rank_watch
 from tightfit.signals import end_on_signals
@@ -31,7 +31,12 @@ rank_watch.BEGIN = 3.0
 if "PATIENT" in os.environ:
     launched_ranks.BEGIN = rank_watch.BEGIN = 60.0
 if "CLOSED" in os.environ:
-    rank_watch.RankWatch._listen = lambda self, store: store.set(rank_watch.PORT, "1 token")  # nothing listens there
+    rank_watch.RankWatch._listen = lambda self, port, token: setattr(self, "_place", (1, token))  # nothing listens
+def load(own, watch):
+    print("loads torch", flush=True, file=sys.stderr)
+    time.sleep(120)
+if os.environ.get("SLOW") in (os.environ["RANK"], "all"):
+    launched_ranks._join = load
 end_on_signals()
 try:
     with errors_as_lines(False), launched_ranks.launched_rank() as rank:
@@ -206,6 +211,40 @@ def test_a_rank_that_does_not_begin_is_not_waited_for(missing: int) -> None:
     assert codes == (1, 1)
     assert set(lines) <= {own, "", *(FAILED.format(rank) for rank in begun)}  # one may be the first
     assert own in lines
+
+
+@pytest.mark.parametrize("slow", ["all", "killed"])
+@pytest.mark.parametrize("killed", range(3))
+def test_a_rank_killed_while_it_loads_torch_ends_the_others(
+    killed: int, slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they wait for it to begin or load as well."""
+    monkeypatch.setenv("PATIENT", "1")
+    monkeypatch.setenv("SLOW", str(killed) if slow == "killed" else slow)
+    with started(0, 1, 2) as processes:
+        assert processes[killed].stderr is not None
+        assert processes[killed].stderr.readline() == "loads torch\n"
+        time.sleep(8 if slow == "all" else 12)  # the others are connected, and wait
+        processes[killed].kill()
+        began = time.monotonic()
+        others = [process for rank, process in enumerate(processes) if rank != killed]
+        found = list(ends(others))
+        assert time.monotonic() - began < 5
+    assert [code for code, _ in found] == [1, 1]
+    lines = [line for _, text in found for line in text.splitlines(True) if line.startswith("tightfit: ")]
+    assert lines == [ENDED.format(killed)] * (1 if killed == 2 else 2)
+
+
+def test_the_port_of_another_program_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks begin at the port that the first one tells then."""
+    port = free_port()
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    early, _ = launched_ranks._early_place(3)
+    with socket.create_server(("", early)), started(0, 1, 2, port=port) as processes:
+        for process in processes:
+            assert process.stderr is not None
+            assert process.stderr.readline() == "begun\n"
 
 
 def test_a_signal_ends_ranks_that_wait_for_another_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import ipaddress
 import os
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
+FIRST_PORT, PORTS = 10_240, 20_000
 NEWS = 2.0  # seconds in which a rank whose exchange failed hears which other rank has ended
 
 
@@ -90,12 +92,13 @@ def launched_rank() -> Iterator[LaunchedRank]:
     if own.size == 1:
         yield own
         return
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        raise InputError(f"{own.size} ranks need torch.distributed, which this build of torch lacks", size=own.size)
     watch = RankWatch(own.rank, own.size, own.speaks_after)
     try:
+        watch.begin_early(os.environ["MASTER_ADDR"], *_early_place(own.size))
+        import torch.distributed as dist
+
+        if not dist.is_available():
+            raise InputError(f"{own.size} ranks need torch.distributed, which this build of torch lacks", size=own.size)
         _join(own, watch)
         with contextlib.nullcontext() if own.writes else contextlib.redirect_stdout(io.StringIO()):
             yield own
@@ -113,6 +116,18 @@ def launched_rank() -> Iterator[LaunchedRank]:
     finally:
         watch.close()
     dist.destroy_process_group()
+
+
+def _early_place(size: int) -> tuple[int, str]:
+    """Return the port at which rank 0 listens before torch is loaded, and what the others say there.
+
+    Each rank knows both from torchrun's variables. The port is none that systems give to connections, nor near the one
+    of torchrun, where users put their next run.
+    """
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    run = " ".join([*(os.environ.get(name, "") for name in names), str(size)])
+    token = hashlib.sha256(run.encode()).hexdigest()[:32]
+    return FIRST_PORT + int(token, 16) % PORTS, token
 
 
 def _join(own: LaunchedRank, watch: RankWatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import select
 import selectors
 import socket
 import threading
@@ -28,6 +29,7 @@ __all__ = ["BEGIN", "POLL", "RankWatch", "beginning"]
 BEGIN = 60.0  # seconds within which all ranks have to begin: computers import torch at different speeds
 OWN_END = 20.0  # seconds that a rank gets to end by itself after another had an error: often it has the same one
 CONNECT = 10.0  # seconds
+CALL = 1.0  # seconds that a call to rank 0 may take before torch is loaded: it is made again
 POLL = 0.05  # seconds between two looks at whether a rank has begun
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # 25 s until a computer counts as gone
 PORT, BEGUN = "tightfit/port", "tightfit/begun"  # keys of the store
@@ -50,16 +52,53 @@ class RankWatch:
         self._sending = threading.RLock()  # a signal may come while it is held
         self._ending = threading.RLock()
         self._thread: threading.Thread | None = None
+        self._place: tuple[int, str] | None = None  # rank 0: where it listens, and what others have to say there
+        self._port: int | None = None  # others: that of rank 0, once it has told it
+        self._calling: threading.Thread | None = None
+        before_end.append(self.tell_failed)
+
+    def begin_early(self, address: str, port: int, token: str) -> None:
+        """Connect the ranks before torch is loaded, which takes seconds: at a `port` that each has worked out.
+
+        Where that is taken or closed, `begin` connects them.
+        """
+        if self._rank == 0:
+            with contextlib.suppress(OSError):
+                self._listen(port, token)
+            return
+        self._calling = threading.Thread(target=lambda: self._call(address, port, token), name="rank call", daemon=True)
+        self._calling.start()
+
+    def _call(self, address: str, port: int, token: str) -> None:
+        """Call rank 0 until it answers, however long that takes, or turns out to listen elsewhere."""
+
+        def ends() -> bool:
+            return self._finished.is_set() or self._port not in (None, port)
+
+        while not ends():
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection((address, port), timeout=CALL)
+                if self._introduce(connection, token, ends):
+                    return
+            if self._port is not None:
+                return
+            time.sleep(POLL)
 
     def begin(self, store: Store, address: str) -> None:
         """Connect the ranks: rank 0 is at `address`. Raises RunError if a rank does not begin within BEGIN seconds."""
         if self._rank == 0:
-            self._listen(store)
+            if self._place is None:
+                self._listen(0, secrets.token_hex(16))
+            assert self._place is not None
+            store.set(PORT, " ".join(map(str, self._place)))
         else:
             self._wait(store, PORT, 0)
             port, token = store.get(PORT).decode().split()
-            self._connect(address, int(port), token)
-        before_end.append(self.tell_failed)
+            self._port = int(port)
+            if self._calling is not None:
+                self._calling.join()
+            if not self._sockets:
+                self._connect(address, self._port, token)
         store.set(f"{BEGUN}/{self._rank}", "")
         for rank in range(self._size):
             self._wait(store, f"{BEGUN}/{rank}", rank)
@@ -112,13 +151,13 @@ class RankWatch:
 
     # rank 0
 
-    def _listen(self, store: Store) -> None:
+    def _listen(self, port: int, token: str) -> None:
+        """Serve the other ranks at a `port`, if 0 at one that is free. OSError if it is taken."""
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
-        server = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=self._size)
-        token = secrets.token_hex(16)
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=self._size)
+        self._place = server.getsockname()[1], token
         self._start(lambda: self._serve(server, token))
-        store.set(PORT, f"{server.getsockname()[1]} {token}")
 
     def _serve(self, server: socket.socket, token: str) -> None:
         """Accept the other ranks, and tell all of them which one has ended."""
@@ -156,14 +195,26 @@ class RankWatch:
 
     def _connect(self, address: str, port: int, token: str) -> None:
         """Follow rank 0, unless it is not to be reached there: a port may be closed, and gloo use another network."""
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            connection = stack.enter_context(socket.create_connection((address, port), timeout=CONNECT))
+        limit = time.monotonic() + CONNECT
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection((address, port), timeout=CONNECT)
+            self._introduce(connection, token, lambda: time.monotonic() > limit)
+
+    def _introduce(self, connection: socket.socket, token: str, ends: Callable[[], bool]) -> bool:
+        """Follow rank 0 if it is what answers, before that `ends`; return whether it is."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(connection)
             connection.sendall(f"{token}{self._rank:04}".encode())
-            if received(connection, len(ACCEPTED)) == ACCEPTED:
-                _prepare(connection)
-                stack.pop_all()
-                self._sockets[0] = connection
-                self._start(self._follow)
+            while not select.select([connection], [], [], POLL)[0]:
+                if ends():
+                    return False
+            if received(connection, len(ACCEPTED)) != ACCEPTED:
+                return False
+            _prepare(connection)
+            stack.pop_all()
+        self._sockets[0] = connection
+        self._start(self._follow)
+        return True
 
     def _follow(self) -> None:
         """Read what rank 0 says until it is done or has ended."""
