@@ -180,7 +180,7 @@ def main() -> None:
     options.add_argument("--models", default="all")
     options.add_argument("--ways", default="first,exporting,known")
     options.add_argument("--shares", default=SHARES, help="budgets, as shares of the bytes of all weights")
-    options.add_argument("--keep", action="store_true", help="rows of other models that are written already")
+    options.add_argument("--keep", action="store_true", help="other rows that are written already")
     options.add_argument("--inside", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.inside:
@@ -194,7 +194,7 @@ def main() -> None:
 
     models = [*model_names(), *MODELS] if chosen.models == "all" else chosen.models.split(",")
     written = json.loads((RESULTS / "planning.json").read_text())["rows"] if chosen.keep else []
-    rows = [row for row in written if row["model"] not in models]
+    rows = [row for row in written if row["model"] not in models or row["way"] not in chosen.ways.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         for model in models:
             path = str(make_folder(model, Path(folder))) if model in MODELS else model
