@@ -34,8 +34,8 @@ class Seen:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Of the process `pid` and of all that it started, by smaps_rollup."""
-    return _sum(pid, "smaps_rollup", "Anonymous:", but=0)
+    """Of the process `pid` and of all that it started, by smaps_rollup; what forked ones share counts once."""
+    return _sum(pid, "smaps_rollup", "Pss_Anon:", but=0)
 
 
 def _sum(pid: int, file: str, name: str, but: int) -> int:
@@ -79,7 +79,7 @@ def highest_anonymous() -> Iterator[Seen]:
 
 def main() -> None:
     pid, own = int(sys.argv[1]), os.getpid()
-    seen, over = Seen(most=_sum(pid, "smaps_rollup", "Anonymous:", own)), threading.Event()
+    seen, over = Seen(most=_sum(pid, "smaps_rollup", "Pss_Anon:", own)), threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     asked = seen.counted = _sum(pid, "status", "RssAnon:", own)
     print("begun", flush=True)
@@ -89,10 +89,10 @@ def main() -> None:
         seen.counted = max(seen.counted, counted)
         if counted >= asked + STEP:
             asked = counted
-            seen.most = max(seen.most, _sum(pid, "smaps_rollup", "Anonymous:", own))
+            seen.most = max(seen.most, _sum(pid, "smaps_rollup", "Pss_Anon:", own))
         now = time.monotonic()
         seen.looks, seen.gap, last = seen.looks + 1, max(seen.gap, now - last), now
-    seen.most = max(seen.most, _sum(pid, "smaps_rollup", "Anonymous:", own))
+    seen.most = max(seen.most, _sum(pid, "smaps_rollup", "Pss_Anon:", own))
     print(json.dumps(asdict(seen)))
 
 
