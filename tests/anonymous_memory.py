@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,29 +28,40 @@ class Seen:
     """The most that was seen, in so many `looks`, of which two were never further apart than `gap` seconds."""
 
     most: int = 0  # bytes, by smaps_rollup: the kernel walks through all pages, so it is asked at each new high
-    counted: int = 0  # bytes, by the kernel's running count (RssAnon), which costs nothing and may be some pages off
+    counted: int = 0  # bytes, by the kernel's running count (RssAnon), which costs nothing and may be some pages off; …
+    # … without forked copies, as it has what they share for each of them: the kernel's sum is asked all along meanwhile
     looks: int = 0
     gap: float = 0.0
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Of the process `pid` and of all that it started, by smaps_rollup; what forked ones share counts once."""
-    return _sum(pid, "smaps_rollup", "Pss_Anon:", but=0)
+    """Of the process `pid` and of all that it started, by smaps_rollup; what forked copies share counts once."""
+    return _sum([*_found(pid)], "smaps_rollup", "Pss_Anon:")
 
 
-def _sum(pid: int, file: str, name: str, but: int) -> int:
-    """What `file` says of `pid` and of all that it started, without the process `but`."""
-    found, waiting = 0, [pid]
+def _found(pid: int, but: int = 0) -> dict[int, bool]:
+    """The process `pid` and all that it started, without the process `but`; and whether each is a forked copy."""
+    found, waiting = {}, [(pid, b"")]
     while waiting:
-        now = waiting.pop()
-        if now == but:
-            continue
+        now, starter = waiting.pop()
         try:
-            lines = Path(f"/proc/{now}/{file}").read_text().splitlines()
-            waiting += [int(child) for task in Path(f"/proc/{now}/task").iterdir() for child in _children(task)]
+            own = Path(f"/proc/{now}/cmdline").read_bytes()
+            children = [int(child) for task in Path(f"/proc/{now}/task").iterdir() for child in _children(task)]
         except OSError:  # it has ended
             continue
-        found += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+        if now != but:
+            found[now] = own == starter
+            waiting += [(child, own) for child in children]
+    return found
+
+
+def _sum(pids: Iterable[int], file: str, name: str) -> int:
+    """What `file` says of these processes."""
+    found = 0
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+            found += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
     return found
 
 
@@ -79,20 +90,26 @@ def highest_anonymous() -> Iterator[Seen]:
 
 def main() -> None:
     pid, own = int(sys.argv[1]), os.getpid()
-    seen, over = Seen(most=_sum(pid, "smaps_rollup", "Pss_Anon:", own)), threading.Event()
+    seen, over, asked = Seen(), threading.Event(), 0
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
-    asked = seen.counted = _sum(pid, "status", "RssAnon:", own)
+
+    def look(*, ask: bool) -> None:
+        nonlocal asked
+        processes = _found(pid, own)
+        counted = _sum((each for each, copied in processes.items() if not copied), "status", "RssAnon:")
+        seen.counted = max(seen.counted, counted)
+        if ask or any(processes.values()) or counted >= asked + STEP:
+            asked = max(asked, counted)
+            seen.most = max(seen.most, _sum(processes, "smaps_rollup", "Pss_Anon:"))
+
+    look(ask=True)
     print("begun", flush=True)
     last = time.monotonic()
     while not over.wait(EVERY):
-        counted = _sum(pid, "status", "RssAnon:", own)
-        seen.counted = max(seen.counted, counted)
-        if counted >= asked + STEP:
-            asked = counted
-            seen.most = max(seen.most, _sum(pid, "smaps_rollup", "Pss_Anon:", own))
+        look(ask=False)
         now = time.monotonic()
         seen.looks, seen.gap, last = seen.looks + 1, max(seen.gap, now - last), now
-    seen.most = max(seen.most, _sum(pid, "smaps_rollup", "Pss_Anon:", own))
+    look(ask=True)
     print(json.dumps(asdict(seen)))
 
 

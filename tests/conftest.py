@@ -84,10 +84,10 @@ def one_process() -> Iterator[None]:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Measurements are done by copies of the process too, which are listed here."""
     made: list[object] = []
-    job = forked_work.ForkedJob
+    job = forked_work._ForkedJob
     monkeypatch.setattr(forked_work, "_may_fork", may_fork)
     monkeypatch.setattr(forked_work, "ram_free", lambda: 2**40)
-    monkeypatch.setattr(forked_work, "ForkedJob", lambda *given, **how: made.append(given) or job(*given, **how))
+    monkeypatch.setattr(forked_work, "_ForkedJob", lambda *given, **how: made.append(given) or job(*given, **how))
     return made
 
 

@@ -39,7 +39,7 @@ def test_a_9_gb_pipeline_within_3_gb(tmp_path: Path) -> None:
         pytest.skip("needs 12 GB of RAM")
     found = told(started(__file__, "fit_9_gb", XDG_CACHE_HOME=str(tmp_path)))
     print(f"fitting took {found} bytes beside the weights")
-    assert found["smaps_rollup"] <= MORE  # the kernel's count has what forked copies share once for each
+    assert max(found["smaps_rollup"], found["rss_anon"]) <= MORE
 
 
 def fit_9_gb() -> None:

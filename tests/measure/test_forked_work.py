@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -45,11 +44,12 @@ def test_results_are_in_order() -> None:
 
 def test_outside_of_forking_and_without_memory_this_process_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(in_parallel([os.getpid] * 3)) == {os.getpid()}
-    with forking(), ExitStack() as undo:
-        assert begin(os.getpid, undo)() != os.getpid()
+    assert begin(os.getpid)() == os.getpid()
+    with forking():
+        assert begin(os.getpid)() != os.getpid()
         monkeypatch.setattr(forked_work, "ram_free", lambda: 2**20)
         assert set(in_parallel([os.getpid] * 3)) == {os.getpid()}
-        assert begin(os.getpid, undo)() == os.getpid()
+        assert begin(os.getpid)() == os.getpid()
 
 
 def test_other_threads_fork_too() -> None:
@@ -135,8 +135,8 @@ def test_copies_end_with_the_first_job() -> None:
     begun = time.monotonic()
     with forking(), pytest.raises(ValueError, match="first"):
         in_parallel([fails, sleeps])
-    with forking(), ExitStack() as undo:
-        begin(sleeps, undo)
+    with forking():
+        begin(sleeps)
         (copy,) = started
     assert time.monotonic() - begun < 30
     assert not copy.is_running()  # type: ignore[attr-defined]
@@ -154,5 +154,5 @@ def test_a_copy_ignores_the_terminal_and_computes_in_one_thread() -> None:
 
 
 def test_idle_work_gives_way() -> None:
-    with forking(), ExitStack() as undo:
-        assert begin(partial(os.getpriority, os.PRIO_PROCESS, 0), undo)() == forked_work.IDLE
+    with forking():
+        assert begin(partial(os.getpriority, os.PRIO_PROCESS, 0))() == forked_work.IDLE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,9 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     parts: list[str] = []
     in_strips, in_variants = AutoencoderStripProfiles.with_strips, module.measure_variants
 
-    def with_strips(calls: AutoencoderStripProfiles, footprint: Footprint, part: str, copies: ExitStack) -> Footprint:
+    def with_strips(calls: AutoencoderStripProfiles, footprint: Footprint, part: str) -> Footprint:
         parts.append(part)
-        return in_strips(calls, footprint, part, copies)
+        return in_strips(calls, footprint, part)
 
     def measure_variants(*args: Any) -> tuple[Variant, ...]:
         parts.append("variants")

@@ -33,23 +33,26 @@ SPARE_BYTES = 2**29  # of RAM for each copy: what it changes it has for itself, 
 PATIENCE = 5.0  # seconds without any computing after which a copy counts as stuck, unless it waits for a core
 IDLE = 19  # niceness of work that may turn out not to be needed
 
-_forks: ContextVar[bool] = ContextVar("_forks", default=False)  # whether `in_parallel` may fork
+_copies: ContextVar[contextlib.ExitStack | None] = ContextVar("_copies", default=None)  # ends them; None: no forking
 
 
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
-    """Let `in_parallel` fork within the block, also on one core: results may depend on what a process did before."""
-    with _set(sys.platform == "linux"):
+    """Let `in_parallel` and `begin` fork within the block, at whose end all copies end.
+
+    Also on one core, as results may depend on what a process did before.
+    """
+    with contextlib.ExitStack() as undo, _set(undo if sys.platform == "linux" else None):
         yield
 
 
 @contextlib.contextmanager
-def _set(forks: bool) -> Iterator[None]:
-    token = _forks.set(forks)
+def _set(copies: contextlib.ExitStack | None) -> Iterator[None]:
+    token = _copies.set(copies)
     try:
         yield
     finally:
-        _forks.reset(token)
+        _copies.reset(token)
 
 
 def in_parallel(jobs: Sequence[Callable[[], T]]) -> list[T]:
@@ -61,8 +64,8 @@ def in_parallel(jobs: Sequence[Callable[[], T]]) -> list[T]:
     """
     if len(jobs) < 2 or not _may_fork(len(jobs) - 1):
         return [job() for job in jobs]
-    with _set(False), contextlib.ExitStack() as undo:
-        copies = [ForkedJob(job, undo) for job in jobs[1:]]
+    with _set(None), contextlib.ExitStack() as undo:
+        copies = [_ForkedJob(job, undo) for job in jobs[1:]]
         return [jobs[0](), *(copy.result() for copy in copies)]
 
 
@@ -73,19 +76,21 @@ def both(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
     return one, other
 
 
-def begin(job: Callable[[], T], undo: contextlib.ExitStack) -> Callable[[], T]:
-    """Let a copy that only uses idle cores do `job`, until `undo` is closed; return a function that returns the result.
+def begin(job: Callable[[], T]) -> Callable[[], T]:
+    """Let a copy that only uses idle cores do `job`, and return a function that returns the result.
 
     Where `in_parallel` would not fork, it is the job itself.
     """
-    return ForkedJob(job, undo, nice=IDLE).result if _may_fork(1) else job
+    undo = _copies.get()
+    return job if undo is None or not _may_fork(1) else _ForkedJob(job, undo, nice=IDLE).result
 
 
 def _may_fork(copies: int) -> bool:
-    return _forks.get() and not multiprocessing.current_process().daemon and ram_free() >= copies * SPARE_BYTES
+    allowed = _copies.get() is not None and not multiprocessing.current_process().daemon
+    return allowed and ram_free() >= copies * SPARE_BYTES
 
 
-class ForkedJob(Generic[T]):
+class _ForkedJob(Generic[T]):
     """A forked copy of this process, which does a job until `undo` is closed."""
 
     def __init__(self, job: Callable[[], T], undo: contextlib.ExitStack, *, nice: int = 0) -> None:

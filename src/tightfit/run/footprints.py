@@ -235,7 +235,7 @@ def _measure_call(
     cache: StepCache | None = None,
 ) -> Footprint:
     precision, work = getattr(torch, dtype) if dtype else None, ProgressTracker(PLAYING)
-    with unlimited_card(ANY_CARD) as card, forking(), ExitStack() as copies:
+    with unlimited_card(ANY_CARD) as card, forking():
         simulation = SimulationRun(
             _untouched(model), card, {"level": 0}, request, precision, unable, keeps_gradients=False, cache=cache
         )
@@ -260,7 +260,7 @@ def _measure_call(
             expected.update(wanted)
             before = footprint.not_measured
             if (part := wanted[0]) in STRIP_OPTIONS:
-                footprint = strip_profiles.with_strips(footprint, part, copies)
+                footprint = strip_profiles.with_strips(footprint, part)
             else:
                 variants = measure_variants(footprint, lambda each: simulator.phases(each, inputs, profiler))
                 left = tuple(other for other in footprint.not_measured if other != part)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-FIRST_PORT, PORTS = 10_240, 20_000
+FIRST_PORT, PORTS = 10_240, 20_000  # ports of which rank 0 listens at one before torch is loaded
 NEWS = 2.0  # seconds in which a rank whose exchange failed hears which other rank has ended
 
 
@@ -121,8 +121,8 @@ def launched_rank() -> Iterator[LaunchedRank]:
 def _early_place(size: int) -> tuple[int, str]:
     """Return the port at which rank 0 listens before torch is loaded, and what the others say there.
 
-    Each rank knows both from torchrun's variables. The port is none that systems give to connections, nor near the one
-    of torchrun, where users put their next run.
+    Each rank works both out from torchrun's variables. The port is below those that systems choose for connections,
+    and not the one after torchrun's, which users give to their next run.
     """
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     run = " ".join([*(os.environ.get(name, "") for name in names), str(size)])

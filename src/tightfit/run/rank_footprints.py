@@ -34,7 +34,7 @@ def measure_rank(
     What the other ranks send has no values. There are no variants, and strips only for autoencoders that every rank
     runs whole, as far as they are `missing`: ranks share what these would split.
     """
-    with unlimited_card(ANY_CARD) as card, ExitStack() as copies:
+    with unlimited_card(ANY_CARD) as card:
         precision = getattr(torch, dtype) if dtype else None
         ranks: dict[str, Any] = {"keeps_gradients": False, "parallel": parallel}
         choices = {"level": 0, "vae": parallel.autoencoders.fields}
@@ -54,5 +54,5 @@ def measure_rank(
             return found.model_copy(update=measured)
         footprint = found.model_copy(update=measured | {"not_measured": tuple(STRIP_OPTIONS)})
         while wanted := missing(footprint):
-            footprint = strips.with_strips(footprint, wanted[0], copies)
+            footprint = strips.with_strips(footprint, wanted[0])
         return footprint

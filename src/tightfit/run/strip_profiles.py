@@ -126,12 +126,12 @@ class AutoencoderStripProfiles:
         """
         return {kind: self._profiler(kind) for kind in self._seen}
 
-    def with_strips(self, footprint: Footprint, option: str, copies: ExitStack) -> Footprint:
+    def with_strips(self, footprint: Footprint, option: str) -> Footprint:
         """Return `footprint` with the strip option of this name for autoencoders whose graphs are supported.
 
         If the graphs are small (QUICK), other missing strip options are added too: this is faster than to search for
-        what else is missing. If they are large, idle cores begin with others that may be asked for next, the most
-        strips first, until `copies` is closed: clips often need several options.
+        what else is missing. If they are large, an idle core begins with another option that may be asked for next, the
+        one with most strips first: clips often need several.
         """
         profilers = [self._profiler_of(phase) for phase in footprint.phases]
         quick = sum(profiler.operations for profiler in profilers if profiler) <= QUICK
@@ -141,17 +141,17 @@ class AutoencoderStripProfiles:
             pairs = zip(footprint.phases, profilers, strict=True)
             return [self._profile(phase, profiler, option) for phase, profiler in pairs]
 
-        jobs = {each: functools.partial(profiles, each) for each in missing}
+        jobs, measured = {each: functools.partial(profiles, each) for each in missing}, missing if quick else [option]
         if quick:
             found = in_parallel(list(jobs.values()))
         else:
             later = (each for each in reversed(missing) if each != option and each not in self._ahead)
             if (following := next(later, None)) is not None:
-                self._ahead[following] = begin(jobs[following], copies)
+                self._ahead[following] = begin(jobs[following])
             found = [self._ahead.get(option, jobs[option])()]
         pairs = zip(footprint.phases, zip(*found, strict=True), strict=True)
         phases = tuple(phase.with_strip_options(filter(None, options)) for phase, options in pairs)
-        left = tuple(each for each in footprint.not_measured if each not in (jobs if quick else (option,)))
+        left = tuple(each for each in footprint.not_measured if each not in measured)
         return footprint.model_copy(update={"phases": phases, "not_measured": left})
 
     def _profiler_of(self, phase: Phase) -> StripOptionProfiler | None:

@@ -49,12 +49,11 @@ def measure_variants(footprint: Footprint, simulate: Simulate) -> tuple[Variant,
     chunked = finer([{"ffn_chunk": size} for size in sizes])
     parts, *smaller = _parts(footprint.request.batch if footprint.request else 1)
     by_blocks, whole, found = in_parallel([*map(finer, _steps(parts, sizes)), chunked])
-    found += [*whole, *by_blocks] if whole else []
-    for parts in smaller if whole else ():
-        by_blocks, whole = both(*map(finer, _steps(parts, sizes)))
-        if not whole:
-            break
+    while whole:
         found += [*whole, *by_blocks]
+        if not smaller:
+            break
+        by_blocks, whole = both(*map(finer, _steps(smaller.pop(0), sizes)))
     return tuple(found)
 
 

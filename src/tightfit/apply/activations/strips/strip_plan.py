@@ -81,7 +81,7 @@ def find_strip_plan(program: Program, working: int, maps: FeatureMaps, *, moves:
     graphs = _graphs_of(program)
     drafts = in_parallel([functools.partial(_draft, graph, working, maps) for graph in graphs])
     for graph, draft in zip(graphs, drafts, strict=True):
-        if maps != "recompute":  # drafted by a copy of this process: not worked out again
+        if maps != "recompute":  # if a copy of this process has drafted it, this one does not know its stages yet
             vars(graph).setdefault("stages", [stage for stage, *_ in draft.stages])
     graph, draft = min(zip(graphs, drafts, strict=True), key=lambda found: found[1].cost(found[0], working))
     return draft.strip_plan(graph, moves=moves)
