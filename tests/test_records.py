@@ -106,6 +106,7 @@ PASS = ComponentCall(
     runs=2,
     peak=65,
     block_uses=(USE,),
+    after_blocks=("conv_out",),
     backward_from=0,
     left_out_from=0,
     time_scale=1.5,
@@ -154,7 +155,7 @@ FOOTPRINT = Footprint(
 REASON = Reason(decision="transformer streamed", because="it is larger than “the card”", detail=True)
 VAE = VaePlan(slicing=True, strips=2**28, feature_maps="host", tile=512, shared=False, overlap=0.125)
 PART = NetworkPart(
-    first="transformer_blocks.1", placement="stream", offload_to="disk", weight_memory=3 * 2**30,
+    first="transformer_blocks.1", outside=("proj_out",), placement="stream", offload_to="disk", weight_memory=3 * 2**30,
     granularity="layer", ring_buffer=2**29, resident_layers=("transformer_blocks.1.attn",),
 )  # fmt: skip
 CACHE = StepCache(

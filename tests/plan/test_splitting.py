@@ -63,7 +63,7 @@ def test_the_middle_of_a_unet_is_before_its_late_blocks() -> None:
 
 def test_a_module_is_in_the_part_of_its_block_and_all_else_in_the_first() -> None:
     order = ["in_blocks.0", "blocks.0", "blocks.1", "blocks.10"]
-    find = part_finder(order, ["blocks.1"])
+    find = part_finder(order, [NetworkPart(first="blocks.1")])
     paths = ["", "proj_out", "blocks", "blocks.0.linear", "blocks.1", "blocks.1.attn.to_q", "blocks.10.ff", "blocks.11"]
     assert [find(path) for path in paths] == [0, 0, 0, 0, 1, 1, 1, 0]
 

@@ -48,7 +48,7 @@ def hf_device_map(plan: Plan, pipe: object) -> dict[str, int | str]:
         (own, first), *later = plan.parts_of(name).items()
         where[name] = _place(first, own)
         order = block_order(find_blocks(module), has_skips=has_skips(module)) if later else []
-        part_of = part_finder(order, [part.first for part in chosen.split.values()])
+        part_of = part_finder(order, chosen.split.values())
         for path in order:
             if index := part_of(path):
                 device, part = later[index - 1]

@@ -2,13 +2,16 @@
 
 A tensor that several modules of a device take (a time embedding, a table of positions) is copied once, as long as the
 network keeps it and does not write to it. What the code between blocks combines of two devices is copied too.
+
+Where a batch is split into chunks, devices work at the same time: the first part of the network begins with the next
+chunk while later parts are still at work on this one. For that no part waits for a later one.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +22,10 @@ from torch.utils._pytree import tree_leaves
 from tightfit.apply.cross_device import with_tensors
 from tightfit.apply.module_hooks import wrap
 from tightfit.devices.device import Device
+from tightfit.errors import PlanError, unknown_name
 from tightfit.measure.modules import find_blocks, has_skips
-from tightfit.plan.network_parts import block_order, part_finder
+from tightfit.measure.outer_modules import outer_modules
+from tightfit.plan.network_parts import block_order, overlaps_parts, part_finder
 from tightfit.schema.plan import ComponentPlan
 
 __all__ = ["NetworkSplit", "split_network"]
@@ -29,43 +34,64 @@ __all__ = ["NetworkSplit", "split_network"]
 def split_network(
     network: nn.Module, chosen: ComponentPlan, devices: Sequence[Device], undo: Callable[..., object]
 ) -> None:
-    """Run the parts of `network` by its plan `chosen`, each on one of `devices`; `undo` receives how to revert that."""
-    order = block_order(find_blocks(network), has_skips=has_skips(network))
-    finder = part_finder(order, [part.first for part in chosen.split.values()])
-    NetworkSplit(network, finder, [device.torch_device for device in devices]).hook(undo)
+    """Run the parts of `network` by its plan `chosen`, each on one of `devices`; `undo` receives how to revert that.
+
+    Raises PlanError where a part names a module that the network does not have outside of its blocks.
+    """
+    blocks = find_blocks(network)
+    order = block_order(blocks, has_skips=has_skips(network))
+    outside = [path for path in outer_modules(network) if path not in blocks]
+    for path in (path for part in chosen.split.values() for path in part.outside):
+        if path not in outside:
+            raise PlanError(
+                unknown_name(f"module of {type(network).__name__} outside of blocks", path, outside), name=path
+            )
+    finder = part_finder(order, chosen.split.values())
+    split = NetworkSplit(network, finder, devices, overlaps=overlaps_parts(chosen))
+    split.hook(undo, returns=not any(part.outside for part in chosen.split.values()))
 
 
 class NetworkSplit:
-    """Copies inputs of the modules of `network` between its `devices`, and its outputs to `devices[0]`.
+    """Copies inputs of the modules of `network` between its `devices`, and its outputs to the first of them.
 
-    `part_of` returns the index of the part, and so of the device, to which the module at a path belongs.
+    `part_of` returns the index of the part, and so of the device, to which the module at a path belongs. With
+    `overlaps`, no device waits for the copies that others take from it.
     """
 
-    def __init__(self, network: nn.Module, part_of: Callable[[str], int], devices: Sequence[torch.device]) -> None:
-        self._network, self._devices = network, devices
-        self._parts = {path: part_of(path) for path in _units(network)}
-        self._copies = _Copies()
+    def __init__(
+        self, network: nn.Module, part_of: Callable[[str], int], devices: Sequence[Device], *, overlaps: bool
+    ) -> None:
+        self._network, self._devices = network, [device.torch_device for device in devices]
+        self._parts = {path: part_of(path) for path in outer_modules(network)}
+        self._copies = _Copies({device.torch_device: device for device in devices} if overlaps else {})
         self._between: _BetweenModules | None = None  # while the network runs and a tensor has left the first device
         self._active = False  # whether that is in effect: not within modules
         self._running = 0
 
-    def hook(self, undo: Callable[..., object]) -> None:
-        """Register hooks on the modules; `undo` receives how to remove them."""
-        order = block_order(find_blocks(self._network), has_skips=has_skips(self._network))
+    def hook(self, undo: Callable[..., object], *, returns: bool) -> None:
+        """Register hooks on the modules; `undo` receives how to remove them.
+
+        If it `returns`, all modules after the last block are on the first device.
+        """
+        blocks = find_blocks(self._network)
+        order = block_order(blocks, has_skips=has_skips(self._network))
         last = [path for path in order if self._parts.get(path)][-1]
         for path, index in self._parts.items():
             module = self._network.get_submodule(path)
-            back = self._devices[0] if path == last else None
+            own = None if path not in blocks and _is_weightless(module) else self._devices[index]
+            back = self._devices[0] if returns and path == last else None
             if module._compiled_call_impl is None:
-                undo(module.register_forward_pre_hook(self._before(index), with_kwargs=True).remove)
+                undo(module.register_forward_pre_hook(self._before(own), with_kwargs=True).remove)
                 undo(module.register_forward_hook(self._after(back), always_call=True).remove)
             else:
-                wrap(module, functools.partial(self._around, index, back), undo)
+                wrap(module, functools.partial(self._around, own, back), undo)
         undo(self._network.register_forward_pre_hook(self._begin, prepend=True).remove)
         undo(self._network.register_forward_hook(self._end, always_call=True).remove)
 
-    def _around(self, index: int, back: torch.device | None, work: Callable[..., Any]) -> Callable[..., Any]:
-        before, after = self._before(index), self._after(back)
+    def _around(
+        self, own: torch.device | None, back: torch.device | None, work: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        before, after = self._before(own), self._after(back)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = before(None, args, kwargs)
@@ -78,13 +104,14 @@ class NetworkSplit:
 
         return run
 
-    def _before(self, index: int) -> Callable[..., Any]:
-        device = self._devices[index]
+    def _before(self, own: torch.device | None) -> Callable[..., Any]:
+        """Return what to do before a module on the device `own`; None: on that of its first argument."""
 
         def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             self._pause()
+            device = own or self._first_device(args, kwargs)
             there = self._to(device, args), self._to(device, kwargs)
-            if index and self._running and self._between is None:
+            if device != self._devices[0] and self._running and self._between is None:
                 self._between = _BetweenModules(self._devices, self._copies)
             if self._between is not None:
                 self._between.device = device
@@ -104,6 +131,10 @@ class NetworkSplit:
             return result
 
         return after
+
+    def _first_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+        given = (leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        return next((device for device in given if device in self._devices), self._devices[0])
 
     def _pause(self) -> None:
         if self._active and self._between is not None:
@@ -131,23 +162,31 @@ class NetworkSplit:
 
 
 class _Copies:
-    """Copies of tensors on other devices, each kept as long as its source, unless that was written to."""
+    """Copies of tensors on other devices, each kept as long as its source, unless that was written to.
 
-    def __init__(self) -> None:
+    Tensors of the devices in `beside` are copied without those waiting for it.
+    """
+
+    def __init__(self, beside: Mapping[torch.device, Device]) -> None:
+        self._beside = beside
         self._kept: dict[tuple[int, torch.device], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
     def on(self, device: torch.device, source: torch.Tensor) -> torch.Tensor:
         """Return a copy of `source` on `device`."""
         if source.is_inference():  # torch does not count writes to it
-            return source.to(device, non_blocking=True)
+            return self._made(device, source)
         key = id(source), device
         found = self._kept.get(key)
         if found is not None and found[0]() is source and found[1] == source._version:
             return found[2]
-        copy = source.to(device, non_blocking=True)
+        copy = self._made(device, source)
         kept = self._kept
         self._kept[key] = weakref.ref(source, lambda _: kept.pop(key, None)), source._version, copy
         return copy
+
+    def _made(self, device: torch.device, source: torch.Tensor) -> torch.Tensor:
+        own = self._beside.get(source.device)
+        return source.to(device, non_blocking=True) if own is None else own.copy_beside(source, device)
 
     def clear(self) -> None:
         self._kept.clear()
@@ -200,17 +239,5 @@ def _names_device(func: Callable[..., Any]) -> bool:
     return getattr(func, "__name__", "") in ("to", "type_as", "copy_")
 
 
-def _units(network: nn.Module) -> Iterator[str]:
-    """Yield the paths of the blocks of `network`, and of the outermost modules that have no blocks inside."""
-    blocks = set(find_blocks(network))
-    around = {path[:end] for path in blocks for end, sign in enumerate(path) if sign == "."}
-
-    def walk(module: nn.Module, prefix: str) -> Iterator[str]:
-        for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            if path in around:
-                yield from walk(child, f"{path}.")
-            elif path in blocks or type(child).forward is not nn.Module.forward:
-                yield path
-
-    return walk(network, "")
+def _is_weightless(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is None and next(module.buffers(), None) is None

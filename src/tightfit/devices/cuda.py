@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tightfit.catalog.cuda import PAGE_TAIL
+from tightfit.devices.beside import copy_beside
 from tightfit.devices.copy_stream import CopyStream, CudaCopyStream
 from tightfit.devices.cuda_support import mapping_refused
 from tightfit.devices.device import Device, Multiprocessors
@@ -161,6 +162,9 @@ class CudaDevice(Device):
 
     def copy_stream(self) -> CopyStream:
         return CudaCopyStream(self.torch_device)
+
+    def copy_beside(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+        return copy_beside(tensor, target)
 
     def pinnable(self) -> int:
         return pinnable_bytes()

@@ -77,6 +77,14 @@ class Device(ABC):
         """Return a new stream for copies to or from the device."""
         return HostCopyStream()
 
+    def copy_beside(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+        """Return a copy of `tensor`, of this device, on `target`, another device of its kind.
+
+        Work submitted later to this device does not wait for the copy; that of the other one does. A tensor whose
+        memory has gaps is copied here first.
+        """
+        return tensor.to(target, non_blocking=True)
+
     def allocate(self, size: int) -> torch.Tensor:
         """Allocate `size` bytes of device memory, uninitialized, as uint8 of shape (size,).
 

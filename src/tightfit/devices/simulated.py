@@ -11,6 +11,7 @@ from tightfit.catalog.clock import sustained_share
 from tightfit.catalog.cuda import PAGE_TAIL
 from tightfit.devices.copy_stream import CopyStream, PendingCopy
 from tightfit.devices.device import Device, Multiprocessors
+from tightfit.devices.pinned_pool import is_dense
 from tightfit.errors import InputError
 from tightfit.simulator.backend import SIMULATOR_LOCK, cards_in_use
 from tightfit.simulator.backward import ReleasedSaves
@@ -34,6 +35,7 @@ class SimulatedDevice(Device):
 
     call_lock = SIMULATOR_LOCK
     takes_threads = False  # its clock is advanced by the computing thread only
+    _beside = 0  # the stream of `copy_beside`; 0: none yet
 
     def __init__(self, index: int = 0) -> None:
         with SIMULATOR_LOCK:  # not while another thread measures
@@ -77,6 +79,17 @@ class SimulatedDevice(Device):
 
     def copy_stream(self) -> CopyStream:
         return _SimulatedCopyStream(self.card)
+
+    def copy_beside(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+        card, source = self.card, tensor if is_dense(tensor) else tensor.clone()
+        beside = self._beside = self._beside or card.new_stream()
+        card.timeline.wait(beside, card.record())
+        with card.on(beside):
+            copy = source.to(target, non_blocking=True)
+        block = store_of(source).block
+        if block is not None:
+            card.allocator.use(block, beside)
+        return copy
 
     def allocate(self, size: int) -> torch.Tensor:
         whole = super().allocate(size)

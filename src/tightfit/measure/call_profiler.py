@@ -15,6 +15,7 @@ from torch import nn
 from tightfit.errors import RunError
 from tightfit.measure.module_equivalence import call_signature
 from tightfit.measure.modules import find_blocks, find_layers, find_parts, find_role
+from tightfit.measure.outer_modules import follow_outer_modules
 from tightfit.measure.passes import KernelCounter, OpenBlockUse, OpenCall, OpenPhase, find_phase, weight_blocks
 from tightfit.schema.footprint import Phase
 from tightfit.simulator.allocator import AllocatorEvent
@@ -90,11 +91,12 @@ class CallProfiler:
         self._card.accepts_zeros = self._accept_zeros
         for name, module in components.items():
             if name not in self._followed:
-                self._followed[name] = _ProfiledComponent(
-                    find_blocks(module), find_layers(module), find_parts(name, module)
-                )
+                found = find_blocks(module), find_layers(module), find_parts(name, module)
+                self._followed[name] = _ProfiledComponent(*found)
             blocks, layers, parts = self._followed[name]
-            self._follow_blocks(name, blocks, undo)
+            self._blocks[name] = list(blocks)
+            enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name)
+            follow_outer_modules(module, blocks, enter, leave, functools.partial(self._begin_outside, name), undo)
             self._follow_layers(name, layers, undo)
             role = find_role(name, module)
             for method in ("forward", "encode", "decode") if role == "autoencoder" else ("forward",):
@@ -149,13 +151,6 @@ class CallProfiler:
             elif step.what == "free":
                 there.pop(step.block, None)
         return there
-
-    def _follow_blocks(self, name: str, blocks: dict[str, nn.Module], undo: ExitStack) -> None:
-        self._blocks[name] = list(blocks)
-        for path, block in blocks.items():
-            enter, leave = functools.partial(self._enter, name, path), functools.partial(self._leave, name)
-            undo.callback(block.register_forward_pre_hook(enter, prepend=True).remove)
-            undo.callback(block.register_forward_hook(leave, always_call=True).remove)
 
     def _follow_layers(self, name: str, layers: dict[str, tuple[nn.Module, ...]], undo: ExitStack) -> None:
         for layer, parts in layers.items():
@@ -238,6 +233,7 @@ class CallProfiler:
     def _enter(self, name: str, path: str, *_: Any) -> None:
         if self._open and self._open[-1].component == name:
             self._open[-1].inside.append(path)
+            self._open[-1].blocks_begun += 1
             self.turn(path)
 
     def _leave(self, name: str, *_: Any) -> None:
@@ -245,6 +241,10 @@ class CallProfiler:
             inside = self._open[-1].inside
             inside.pop()
             self.turn(inside[-1] if inside else "")
+
+    def _begin_outside(self, name: str, path: str, *_: Any) -> None:
+        if self._open and self._open[-1].component == name:
+            self._open[-1].begin_outside(path)
 
     def _at_layer(self, name: str, layer: str, *_: Any) -> None:
         if self._open and self._open[-1].component == name:

@@ -168,6 +168,8 @@ class OpenCall:
     in_backward: bool = False
     left_out_from: int | None = None  # block uses that had worked when it was known that others will not run
     forward_places: list[tuple[int, str, str]] = field(default_factory=list)  # sequence numbers, blocks and layers
+    blocks_begun: int = 0
+    outside: dict[str, int] = field(default_factory=dict)  # modules outside of blocks: `blocks_begun` when each began
 
     def note_place(self, sequence_number: int) -> None:
         """Note that nodes of the graph from `sequence_number` on belong to the current block and layer."""
@@ -179,6 +181,15 @@ class OpenCall:
         """Return the block and the layer in which a node of the graph was made."""
         index = bisect.bisect_right(self.forward_places, sequence_number, key=lambda place: place[0])
         return self.forward_places[index - 1][1:] if index else ("", "")
+
+    def begin_outside(self, path: str) -> None:
+        """Note that a module outside of blocks begins."""
+        self.outside.setdefault(path, self.blocks_begun)
+
+    @property
+    def after_blocks(self) -> tuple[str, ...]:
+        """Modules outside of blocks that ran after the last block only."""
+        return tuple(path for path, begun in self.outside.items() if begun == self.blocks_begun > 0)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -199,6 +210,7 @@ class OpenPhase:
         self._kinds: dict[Any, list[OpenBlockUse]] = {}
         self._backward_from: dict[Any, int | None] = {}
         self._left_out_from: dict[Any, int | None] = {}
+        self._after_blocks: dict[Any, tuple[str, ...]] = {}
         self._order: list[Any] = []
 
     def add(self, done: OpenCall, segments: list[OpenBlockUse]) -> None:
@@ -209,6 +221,7 @@ class OpenPhase:
             self._backward_from[kind] = backward
             known = self._left_out_from.get(kind)  # a repetition does not say it
             self._left_out_from[kind] = known if done.left_out_from is None else done.left_out_from
+            self._after_blocks[kind] = done.after_blocks or self._after_blocks.get(kind, ())
         self._order.append(kind)
         self.peak = max(self.peak, _highest(segments))
 
@@ -245,6 +258,7 @@ class OpenPhase:
             block_uses=uses,
             backward_from=self._backward_from[kind],
             left_out_from=self._left_out_from[kind],
+            after_blocks=self._after_blocks[kind],
         )
 
 

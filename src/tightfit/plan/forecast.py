@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tightfit.catalog.cuda import KEEPS_WORKSPACE, PAGE_TAIL, product_workspaces, workspace_bytes
@@ -13,6 +15,7 @@ from tightfit.plan.component_order import CoResidencyTracker, method_of, prefetc
 from tightfit.plan.compute_segments import seconds_without_weights, segment_of
 from tightfit.plan.cost_model import CostModel
 from tightfit.plan.options import variant_of
+from tightfit.plan.overlap import OverlappedParts, overlapped_parts
 from tightfit.plan.split_footprint import with_parts
 from tightfit.schema.footprint import ComponentCall, Footprint, Phase, Variant
 from tightfit.schema.machine import Accelerator
@@ -45,6 +48,7 @@ class PhaseEstimate(NamedTuple):
     seconds: float
     weights: int  # peak bytes of weights on the device
     allocator_bytes: int  # bytes that an allocator needs for activations and widened weights
+    by_component: Mapping[str, float] = MappingProxyType({})  # seconds of the work of each
 
     def peak(self, device: Accelerator) -> int:
         """Return the bytes reserved on `device` for both, margin included."""
@@ -69,8 +73,8 @@ def add_joint_forecast(
     footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], store_rates: StoreRates = NO_RATES
 ) -> Plan:
     """Return `plan` as `add_forecast` does, for components that compute on several `devices`, by name."""
-    calls = _calls(footprint, plan, devices, store_rates)
-    forecast = tuple(_joint_forecast(plan.device, phases, devices) for phases in _by_phases(calls))
+    calls, overlapped = _calls(footprint, plan, devices, store_rates), overlapped_parts(footprint, plan, devices)
+    forecast = tuple(_joint_forecast(plan.device, phases, devices, overlapped) for phases in _by_phases(calls))
     prefetch_bytes = {run: size for call in calls.values() for run, size in call.prefetch_bytes.items()}
     return _with_forecast(plan, forecast, prefetch_bytes)
 
@@ -108,14 +112,19 @@ def _with_forecast(
 
 
 def _joint_forecast(
-    host: str, estimates: Mapping[str, PhaseEstimate], devices: Mapping[str, Accelerator]
+    host: str,
+    estimates: Mapping[str, PhaseEstimate],
+    devices: Mapping[str, Accelerator],
+    overlapped: Collection[OverlappedParts],
 ) -> PhaseForecast:
     peaks = {
         name: each.peak(devices[name])
         for name, each in estimates.items()
         if name == host or each.weights or each.allocator_bytes
     }
-    seconds = sum(each.seconds for each in estimates.values())
+    work = {name: seconds for each in estimates.values() for name, seconds in each.by_component.items()}
+    saved = sum(parts.seconds_saved(work) for parts in overlapped)
+    seconds = sum(each.seconds for each in estimates.values()) - saved
     return PhaseForecast(name=estimates[host].name, seconds=seconds, peak_bytes=peaks.pop(host), other_devices=peaks)
 
 
@@ -189,6 +198,7 @@ class _CallSimulation:
 
     def _phase(self, phase: Phase) -> PhaseEstimate:
         began, weights = self._now, 0 if phase.call_order else self._streamed_bytes
+        seconds: defaultdict[str, float] = defaultdict(float)
         strip_profile, widened = self._vae.strip_profile(phase), 0
         order = [(phase.calls[index], len(list(group))) for index, group in itertools.groupby(phase.call_order)]
         for (call, runs), following in itertools.zip_longest(order, (each for each, _ in order[1:])):
@@ -197,11 +207,14 @@ class _CallSimulation:
                 self._record_prefetch(call, cost)
                 self._now = cost.begin_load(self._now)
             weights, widened = max(weights, self._streamed_bytes), max(widened, cost.widened)
+            begun = self._now
             self._now = cost.work(call, runs, self._now, strip_profile, following)
+            seconds[call.component] += self._now - begun
             self._last = cost
         self._now += phase.time_scale * seconds_without_weights([segment_of(phase.other_work, self._device)])
         weights += sum(cost.always for cost in self._costs.values())
-        return PhaseEstimate(phase.name, self._now - began, weights, (strip_profile or phase).allocator_bytes + widened)
+        allocator_bytes = (strip_profile or phase).allocator_bytes + widened
+        return PhaseEstimate(phase.name, self._now - began, weights, allocator_bytes, seconds)
 
     def _record_prefetch(self, call: ComponentCall, cost: ComponentCost) -> None:
         if self._last is None or self._last.is_resident or math.isinf(cost.rate):

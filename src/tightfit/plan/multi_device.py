@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tightfit.errors import BudgetTooSmall, PlanError, unknown_name
@@ -11,8 +12,9 @@ from tightfit.plan.device_maps import check_cards, on_whole_calls, with_device_m
 from tightfit.plan.device_search import storages_of
 from tightfit.plan.forecast import add_joint_forecast, bytes_within
 from tightfit.plan.multi_device_search import DeviceBudget, JointSolution, MultiDeviceSearch
+from tightfit.plan.overlap_search import best_overlap
 from tightfit.plan.presets import idle_plan, plan_for
-from tightfit.plan.splitting import Splits, best_split, folded, split_reasons
+from tightfit.plan.splitting import Splits, SplitSolution, best_split, folded, split_reasons
 from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Budget, Machine
@@ -56,10 +58,21 @@ def plan_jointly(
         whole = search.best(budget.ram)
         split = best_split(search, budget.ram, whole)
         splits, used, fastest = split or ({}, search, whole)
+        balanced = search.device_map.strategy == "balanced"
+
+        def plan_of(solution: SplitSolution, reasons: Sequence[Reason] = ()) -> Plan:
+            return _plan(solution.search, machine, budget, solution.found, reasons, footprint, solution.splits)
+
+        usual = math.inf if fastest is None else fastest.seconds
+        overlapped = None if balanced else best_overlap(search, budget.ram, usual, splits, plan_of)
+        if overlapped is not None:
+            alone = search.best(budget.ram, _host_of(overlapped.found))
+            reasons = [*split_reasons(overlapped, usual), *_guessed(known.values(), members)]
+            reasons += _reasons(overlapped.search, overlapped.found, overlapped.found, alone)
+            return with_device_map(plan_of(overlapped, reasons), device_map)
         if fastest is not None:
-            balanced = search.device_map.strategy == "balanced"
             found = used.balanced(budget.ram, fastest) if balanced else fastest
-            reasons = [] if split is None else list(split_reasons(split, whole))
+            reasons = [] if split is None else list(split_reasons(split, math.inf if whole is None else whole.seconds))
             reasons += _reasons(used, found, fastest, search.best(budget.ram, _host_of(found)))
             reasons += _guessed(known.values(), members)
             return with_device_map(_plan(used, machine, budget, found, reasons, footprint, splits), device_map)

@@ -166,6 +166,10 @@ class MultiDeviceSearch:
         device_map = self.device_map.model_copy(update={"components": {**self.device_map.components, **cards}})
         return MultiDeviceSearch(footprint, self.members, self.store_rates, storages, None, device_map)
 
+    def with_footprint(self, footprint: Footprint) -> MultiDeviceSearch:
+        """Return the search for another `footprint` of the same call."""
+        return MultiDeviceSearch(footprint, self.members, self.store_rates, self._storages, self._host, self.device_map)
+
     def without_map(self) -> MultiDeviceSearch:
         """Return the search in which nothing is fixed."""
         return MultiDeviceSearch(self.footprint, self.members, self.store_rates, self._storages, self._host)

@@ -1,7 +1,8 @@
 """Which blocks and layers of a network are in which part, where it is split over several devices.
 
 Blocks are in the order in which they run: that of the network's definition, but in a U-Net the middle block is before
-the up blocks. All that is outside of blocks is in the first part: it runs before the first block or after the last.
+the up blocks. What is outside of blocks is in the first part, but for modules that a later part names: those that run
+after the last block.
 """
 
 from __future__ import annotations
@@ -11,10 +12,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from tightfit.errors import PlanError, unknown_name
 from tightfit.plan.layer_selection import resolve_streaming
 from tightfit.schema.footprint import Component
-from tightfit.schema.network_part import PART_FIELDS
+from tightfit.schema.network_part import PART_FIELDS, NetworkPart
 from tightfit.schema.plan import ComponentPlan
 
-__all__ = ["block_order", "check_split", "finder_of", "order_of", "part_finder", "part_of", "resolve_parts"]
+__all__ = [
+    "block_order",
+    "check_split",
+    "finder_of",
+    "order_of",
+    "overlaps_parts",
+    "part_finder",
+    "part_of",
+    "resolve_parts",
+]
 
 _MIDDLE, _LATE = "mid_block", "up_blocks."  # of a U-Net
 
@@ -33,18 +43,20 @@ def block_order(blocks: Iterable[str], *, has_skips: bool) -> list[str]:
     return [*early, _MIDDLE, *late, *others]
 
 
-def part_finder(order: Sequence[str], firsts: Sequence[str]) -> Callable[[str], int]:
-    """Return a function from the path of a module to the index of its part; `firsts` are the later parts' first blocks.
+def part_finder(order: Sequence[str], later: Iterable[NetworkPart]) -> Callable[[str], int]:
+    """Return a function from the path of a module to the index of its part; `later` are all parts but the first.
 
     Modules around blocks are in the first part.
     """
-    begins = [order.index(first) for first in firsts]
-    part_of_block = {path: sum(place >= begin for begin in begins) for place, path in enumerate(order)}
+    parts = list(later)
+    begins = [order.index(part.first) for part in parts]
+    part_of_module = {path: sum(place >= begin for begin in begins) for place, path in enumerate(order)}
+    part_of_module |= {path: index for index, part in enumerate(parts, 1) for path in part.outside}
 
     def find(path: str) -> int:
         while path:
-            if path in part_of_block:
-                return part_of_block[path]
+            if path in part_of_module:
+                return part_of_module[path]
             path = path.rpartition(".")[0]
         return 0
 
@@ -101,15 +113,16 @@ def part_of(component: Component, chosen: ComponentPlan, index: int) -> Componen
 
 
 def _outside(component: Component, find: Callable[[str], int], index: int) -> int:
-    """Return the bytes outside of blocks that the part `index` has: in a later part, of a U-Net's middle block."""
+    """Return the bytes outside of blocks that the part `index` has: a U-Net's middle block is none of them."""
     inside = tuple(f"{block.name}." for block in component.blocks if block.name)
-    middle = sum(
-        layer.bytes
-        for layer in component.layers
-        if layer.name.startswith(f"{_MIDDLE}.") and not f"{layer.name}.".startswith(inside)
-    )
+    found = [0] * (1 + max([index, *(find(layer.name) for layer in component.layers)]))
+    for layer in component.layers:
+        if not f"{layer.name}.".startswith(inside):
+            found[find(layer.name)] += layer.bytes
+    if index:
+        return found[index]
     whole = next((block.bytes for block in component.blocks if not block.name), 0)
-    return (whole - middle) * (index == 0) + middle * (find(_MIDDLE) == index)
+    return whole - sum(found[1:])
 
 
 def resolve_parts(
@@ -137,6 +150,12 @@ def resolve_parts(
     return first.model_copy(update={"split": split, "device": chosen.device})
 
 
+def overlaps_parts(chosen: ComponentPlan) -> bool:
+    """Whether the parts of a network work at the same time, on different chunks of a batch."""
+    later = any(part.outside for part in chosen.split.values())
+    return later and chosen.splits_batch and chosen.placement != "stream"
+
+
 def order_of(component: Component) -> list[str]:
     """Return the paths of the blocks of `component` in the order in which they run."""
     return block_order((block.name for block in component.blocks), has_skips=component.has_skip_connections)
@@ -144,4 +163,4 @@ def order_of(component: Component) -> list[str]:
 
 def finder_of(component: Component, chosen: ComponentPlan) -> Callable[[str], int]:
     """Return a function from the path of a module of `component` to the index of its part by `chosen`."""
-    return part_finder(order_of(component), [part.first for part in chosen.split.values()])
+    return part_finder(order_of(component), chosen.split.values())

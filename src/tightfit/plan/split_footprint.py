@@ -5,9 +5,9 @@ So all that is planned and predicted of components holds of parts: where weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from tightfit.plan.network_parts import finder_of, part_of
+from tightfit.plan.network_parts import finder_of, overlaps_parts, part_of
 from tightfit.schema.footprint import BlockUse, ComponentCall, Footprint, Phase
 from tightfit.schema.plan import ComponentPlan, Plan
 
@@ -61,22 +61,29 @@ def _split_phase(
     for call in phase.calls:
         begin = len(calls)
         name = call.component
-        calls += _split_call(call, part_names(name, split[name]), finders[name]) if name in split else [call]
+        calls += _split_call(call, name, split[name], finders[name]) if name in split else [call]
         places.append(range(begin, len(calls)))
     order = tuple(place for index in phase.call_order for place in places[index])
     return phase.model_copy(update={"calls": tuple(calls), "call_order": order})
 
 
-def _split_call(call: ComponentCall, names: Sequence[str], find: Callable[[str], int]) -> list[ComponentCall]:
-    """Return the calls of the parts. Their peaks are those of the devices that have only them."""
+def _split_call(
+    call: ComponentCall, owner: str, chosen: ComponentPlan, find: Callable[[str], int]
+) -> list[ComponentCall]:
+    """Return the calls of the parts of `owner`. Their peaks are those of the devices that have only them.
+
+    Where parts overlap, what crosses of a chunk of the batch may still be on its device while later ones are computed.
+    """
+    names = part_names(owner, chosen)
     uses: list[list[BlockUse]] = [[] for _ in names]
     begins: list[int | None] = [None for _ in names]
     base, before = (call.block_uses[0].live_bytes_at_start if call.block_uses else 0), 0
-    crossing = [0 for _ in names]
+    crossing, chunks = [0 for _ in names], 1
     for use in call.block_uses:
         index = _part_of_use(use, find, before)
         if index != before:  # inputs, and outputs on the way back, cross to where the next block is
             crossing[index or before] += max(use.live_bytes_at_start - base, 0)
+            chunks += index < before
         before = index
         uses[index].append(use)
         begins[index] = use.live_bytes_at_start if begins[index] is None else begins[index]
@@ -87,6 +94,8 @@ def _split_call(call: ComponentCall, names: Sequence[str], find: Callable[[str],
         peak = max((use.peak for use in uses[index]), default=base) - base * (index > 0)
         if not index:  # inputs of later parts are still there while they are copied
             peak = max([peak, *(begin for begin in begins if begin is not None)])
+        if overlaps_parts(chosen) and index + 1 < len(names):
+            peak += crossing[index + 1] * (chunks - 1) // chunks
         update = {"component": name, "block_uses": tuple(uses[index]), "peak": max(peak, 0)}
         update |= {"crossing_bytes": crossing[index], "backward_from": None, "is_part": True}
         parts.append(call.model_copy(update=update))

@@ -9,14 +9,24 @@ from typing import NamedTuple
 
 from tightfit.plan.forecast import most_weights
 from tightfit.plan.multi_device_search import JointSolution, MultiDeviceSearch
-from tightfit.plan.network_parts import order_of, part_of
+from tightfit.plan.network_parts import order_of, overlaps_parts, part_of
 from tightfit.plan.split_footprint import part_names, split_components
 from tightfit.schema.footprint import Component, Footprint
 from tightfit.schema.network_part import PART_FIELDS
 from tightfit.schema.plan import ComponentPlan, NetworkPart, Reason
 from tightfit.units import format_seconds
 
-__all__ = ["SplitSolution", "Splits", "best_split", "folded", "split_reasons"]
+__all__ = [
+    "SplitSolution",
+    "Splits",
+    "best_split",
+    "can_split",
+    "chains",
+    "folded",
+    "solve",
+    "split_reasons",
+    "splits_by_memory",
+]
 
 _WORTH = 0.005  # fraction of the call's time that a split has to gain
 _PLACES = 8  # networks are split at multiples of this fraction of their bytes
@@ -41,11 +51,11 @@ def best_split(search: MultiDeviceSearch, ram: int | None, fastest: JointSolutio
     best: SplitSolution | None = None
     for names in _splittable(search, fastest):
         known = best
-        for devices in _chains(search, names):
-            for splits in _candidates(search, names, devices):
+        for devices in chains(search, names):
+            for splits in splits_by_memory(search, names, devices):
                 combined = {**(known.splits if known else {}), **splits}
                 usual = best.found if best else fastest
-                found = _solved(search, combined, ram, usual)
+                found = solve(search, combined, ram, usual)
                 enough = math.inf if fastest is None else fastest.seconds * (1 - _WORTH)
                 if found is not None and found.found.seconds < enough:
                     best = found
@@ -59,23 +69,25 @@ def folded(components: Mapping[str, ComponentPlan], splits: Splits) -> dict[str,
         later = {}
         for own, (device, part) in zip(part_names(name, chosen)[1:], chosen.split.items(), strict=True):
             plan = plans.pop(own)
-            later[device] = NetworkPart(first=part.first, **{field: getattr(plan, field) for field in PART_FIELDS})
-        plans[name] = plans[name].model_copy(update={"split": later})
+            later[device] = part.model_copy(update={field: getattr(plan, field) for field in PART_FIELDS})
+        chunks = {"cfg": chosen.cfg, "max_batch": chosen.max_batch}
+        plans[name] = plans[name].model_copy(update={"split": later, **chunks})
     return plans
 
 
-def split_reasons(solution: SplitSolution, fastest: JointSolution | None) -> Iterator[Reason]:
-    """Yield why networks are split, where `fastest` is the best without that."""
+def split_reasons(solution: SplitSolution, usual: float) -> Iterator[Reason]:
+    """Yield why networks are split, where the call takes `usual` seconds otherwise (infinity: it does not fit)."""
     because = "no device has the memory for it otherwise"
-    if fastest is not None:
-        because = f"on one device, where it is not resident, it would make the call {_more(solution, fastest)} longer"
+    if usual < math.inf:
+        saved = format_seconds(usual - solution.found.seconds)
+        because = f"on one device, where it is not resident, it would make the call {saved} longer"
+        if any(map(overlaps_parts, solution.splits.values())):
+            because = f"the parts then work at the same time, which makes the call {saved} shorter"
     for name, chosen in solution.splits.items():
         where = [f"blocks from {part.first} on compute on {device}" for device, part in chosen.split.items()]
-        yield Reason(decision=f"{name} is split: {', '.join(where)}", because=because)
-
-
-def _more(solution: SplitSolution, fastest: JointSolution) -> str:
-    return format_seconds(fastest.seconds - solution.found.seconds)
+        some = f"{chosen.max_batch} items" if chosen.max_batch else "half of a batch"
+        how = f", with {some} at a time" if chosen.splits_batch else ""
+        yield Reason(decision=f"{name} is split{how}: {', '.join(where)}", because=because)
 
 
 def _splittable(search: MultiDeviceSearch, fastest: JointSolution | None) -> Iterator[list[str]]:
@@ -84,10 +96,8 @@ def _splittable(search: MultiDeviceSearch, fastest: JointSolution | None) -> Ite
     options = {name: option.plan for _, share in shares for name, option in share.options}
     able = [
         component for component in search.footprint.components
-        if component.role in ("denoiser", "encoder") and not component.compiled and len(order_of(component)) > 1
-        and component.name not in search.device_map.components
+        if component.role in ("denoiser", "encoder") and can_split(search, component)
         and (not options or options.get(component.name, ComponentPlan()).placement != "resident")
-        and _called(search.footprint, component)
     ]  # fmt: skip
     denoisers = [component.name for component in able if component.role == "denoiser"]
     if denoisers:
@@ -97,17 +107,23 @@ def _splittable(search: MultiDeviceSearch, fastest: JointSolution | None) -> Ite
             yield [component.name]
 
 
+def can_split(search: MultiDeviceSearch, component: Component) -> bool:
+    """Whether `component` runs, has several blocks, and its device is not fixed."""
+    fixed = component.compiled or component.name in search.device_map.components
+    return not fixed and len(order_of(component)) > 1 and _called(search.footprint, component)
+
+
 def _called(footprint: Footprint, component: Component) -> bool:
     """Whether the call runs `component`, without a backward pass."""
     calls = [call for phase in footprint.phases for call in phase.calls if call.component == component.name]
     return bool(calls) and all(call.backward_from is None for call in calls)
 
 
-def _chains(search: MultiDeviceSearch, names: Sequence[str]) -> Iterator[tuple[int, ...]]:
+def chains(search: MultiDeviceSearch, names: Sequence[str]) -> Iterator[tuple[int, ...]]:
     """Yield the members on which the parts may be, in order: all pairs, and all members; equal ones count once."""
     numbers, tried = range(len(search.members)), set()
     hosts = any(name in search.footprint.denoisers for name in names)
-    for count in sorted({2, len(search.members)}):
+    for count in sorted({2, len(search.members)} - {1}):
         for chain in itertools.permutations(numbers, count):
             kinds = tuple(search.kind_of(number) for number in chain)
             if kinds not in tried and (not hosts or search.host in (None, chain[0])):
@@ -115,7 +131,7 @@ def _chains(search: MultiDeviceSearch, names: Sequence[str]) -> Iterator[tuple[i
                 yield chain
 
 
-def _candidates(search: MultiDeviceSearch, names: Sequence[str], devices: Sequence[int]) -> Iterator[Splits]:
+def splits_by_memory(search: MultiDeviceSearch, names: Sequence[str], devices: Sequence[int]) -> Iterator[Splits]:
     """Yield splits of `names` over `devices`, those nearest to the bytes that each device has for weights."""
     components = [component for component in search.footprint.components if component.name in names]
     rooms = [[_room(search, number, component) for number in devices] for component in components]
@@ -157,7 +173,7 @@ def _block_at(component: Component, share: float) -> str:
     return min(zip(before, blocks, strict=True), key=lambda each: abs(each[0] - share * component.bytes))[1]
 
 
-def _solved(
+def solve(
     search: MultiDeviceSearch, splits: Splits, ram: int | None, usual: JointSolution | None
 ) -> SplitSolution | None:
     """Return the best with `splits`, if it is better than `usual`."""

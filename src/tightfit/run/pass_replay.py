@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tightfit.apply.activations.caches.component_cache import ComponentCache
 from tightfit.measure.module_equivalence import call_signature
@@ -171,16 +171,23 @@ def _watched(work: Callable[[], Any], recorder: Recorder, card: SimulatedCard) -
     finally:
         card.kernel_callbacks.remove(watch)
     above, counter.peak = counter.peak - before, max(counter.peak, highest)
+    end = max(each.end for each in (card, *_cards_of(output)))
     recorded = _RecordedPass(
         _placed(output, torch.device("meta")),
-        card.now - begun.now,
-        card.end.host - begun.host,
+        end.now - begun.now,
+        end.host - begun.host,
         above,
         card.bytes_in - crossed[0],
         card.bytes_out - crossed[1],
         _few(moments),
     )
     return output, recorded
+
+
+def _cards_of(output: Any) -> list[SimulatedCard]:
+    """Cards that tensors of `output` are on: that of a split network's last part, if it has not been moved yet."""
+    tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    return [store_of(tensor).card for tensor in tensors if tensor.device.type == NAME]
 
 
 def _few(moments: list[Moment]) -> tuple[Moment, ...]:

@@ -26,6 +26,7 @@ class NetworkPart(Record):
     """
 
     first: str  # dotted path of a block
+    outside: tuple[str, ...] = ()  # dotted paths of modules outside of blocks that run after its blocks
     placement: Placement | None = None
     offload_to: OffloadTarget | None = None
     weight_memory: Size | None = None

@@ -22,7 +22,7 @@ class PartView(nn.Module):
         super().__init__()
         self._networks, self._chosen, self._index = (network,), chosen, index  # in a tuple: it is not a submodule
         order = block_order(find_blocks(network), has_skips=has_skips(network))
-        self._find = part_finder(order, [part.first for part in chosen.split.values()])
+        self._find = part_finder(order, chosen.split.values())
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
