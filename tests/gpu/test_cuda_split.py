@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tightfit
+from more_pipelines import MORE_CASES
 from tightfit.devices.cuda_support import cuda_count
 from tightfit.measure.modules import find_blocks, find_components, has_skips
 from tightfit.plan.network_parts import block_order
@@ -60,3 +61,24 @@ def test_a_text_encoder_split_over_both_cards() -> None:
     fields = {"device": "cuda:1", "placement": "stream", "split": {"cuda:0": split_of(pipe, "text_encoder_2")}}
     tightfit.fit(pipe, plan={"device": "cuda:0", "components": {"text_encoder_2": fields}})
     assert torch.equal(run(pipe, case).cpu(), wanted)
+
+
+@pytest.mark.parametrize("name", ["StableDiffusion", "StableDiffusionXL", "StableDiffusion3", "CogVideoX"])
+def test_parts_at_work_at_the_same_time_give_the_numbers_of_one_card(name: str) -> None:
+    """No card waits for what the other takes from it: each copy is ordered by events, and its memory kept until then."""
+    case = next(case for case in (*CASES, *MORE_CASES) if case.name == name)
+    pipe = case.make()
+    denoiser = "unet" if getattr(pipe, "unet", None) is not None else "transformer"
+    footprint = tightfit.measure_footprint(pipe, tightfit.Request(height=64, width=64, steps=2))
+    (phase,) = (footprint.phases[index] for index in footprint.denoiser_phases)
+    part = {"first": split_of(pipe, denoiser), "outside": list(phase.calls[0].after_blocks)}
+    assert part["outside"]
+    together = tightfit.fit(pipe, plan={"device": "cuda:0", "components": {denoiser: {"cfg": "sequential"}}})
+    wanted = run(pipe, case).cpu()
+    together.undo()
+    fields = {"cfg": "sequential", "split": {"cuda:1": part}}
+    fitted = tightfit.fit(pipe, plan={"device": "cuda:0", "components": {denoiser: fields}})
+    for _ in range(3):
+        assert torch.equal(run(pipe, case).cpu(), wanted)
+    assert not fitted.report().trace.notes
+    fitted.undo()
