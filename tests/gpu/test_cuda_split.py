@@ -65,7 +65,7 @@ def test_a_text_encoder_split_over_both_cards() -> None:
 
 @pytest.mark.parametrize("name", ["StableDiffusion", "StableDiffusionXL", "StableDiffusion3", "CogVideoX"])
 def test_parts_at_work_at_the_same_time_give_the_numbers_of_one_card(name: str) -> None:
-    """No card waits for what the other takes from it: each copy is ordered by events, and its memory kept until then."""
+    """No card waits for what the other one takes from it: copies are ordered by events, and their memory is kept."""
     case = next(case for case in (*CASES, *MORE_CASES) if case.name == name)
     pipe = case.make()
     denoiser = "unet" if getattr(pipe, "unet", None) is not None else "transformer"

@@ -72,21 +72,23 @@ def _split_call(
 ) -> list[ComponentCall]:
     """Return the calls of the parts of `owner`. Their peaks are those of the devices that have only them.
 
-    Where parts overlap, what crosses of a chunk of the batch may still be on its device while later ones are computed.
+    Where parts overlap, the inputs of a later part may wait on the device before it while other chunks are computed.
     """
     names = part_names(owner, chosen)
     uses: list[list[BlockUse]] = [[] for _ in names]
     begins: list[int | None] = [None for _ in names]
     base, before = (call.block_uses[0].live_bytes_at_start if call.block_uses else 0), 0
-    crossing, chunks = [0 for _ in names], 1
+    crossing, overlaps, chunks = [0 for _ in names], overlaps_parts(chosen), 1
     for use in call.block_uses:
         index = _part_of_use(use, find, before)
-        if index != before:  # inputs, and outputs on the way back, cross to where the next block is
+        if index < before and overlaps:  # the next chunk; what was computed stays where it is
+            chunks += 1
+        elif index != before:  # inputs, and outputs on the way back, cross to where the next block is
             crossing[index or before] += max(use.live_bytes_at_start - base, 0)
-            chunks += index < before
         before = index
         uses[index].append(use)
         begins[index] = use.live_bytes_at_start if begins[index] is None else begins[index]
+    waiting = [size * (chunks - 1) // chunks for size in crossing[1:]] + [0]  # inputs of later parts, of other chunks
     if before:  # the network's output
         crossing[before] += max(call.block_uses[-1].live_bytes_at_start - base, 0)
     parts = []
@@ -94,9 +96,7 @@ def _split_call(
         peak = max((use.peak for use in uses[index]), default=base) - base * (index > 0)
         if not index:  # inputs of later parts are still there while they are copied
             peak = max([peak, *(begin for begin in begins if begin is not None)])
-        if overlaps_parts(chosen) and index + 1 < len(names):
-            peak += crossing[index + 1] * (chunks - 1) // chunks
-        update = {"component": name, "block_uses": tuple(uses[index]), "peak": max(peak, 0)}
+        update = {"component": name, "block_uses": tuple(uses[index]), "peak": max(peak + waiting[index], 0)}
         update |= {"crossing_bytes": crossing[index], "backward_from": None, "is_part": True}
         parts.append(call.model_copy(update=update))
     return parts
