@@ -45,7 +45,7 @@ TORCH_ORDER: tuple[Kernel, ...] = ("flash", "efficient", "math", "cudnn")  # tor
 
 HALVES = ("float16", "bfloat16")
 LEAST_DIMENSIONS = 3 if version("torch") >= "2.14" else 4  # of queries, keys and values, for fused kernels
-CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which torch tries cuDNN first
+CUDNN_FIRST = ("9.0", "10.0", "10.3")  # compute capabilities on which torch tries cuDNN first
 SAGE_CARDS = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 
 
@@ -133,7 +133,7 @@ def kernel_order(call: AttentionCall, asked: tuple[Kernel, ...] = TORCH_ORDER) -
     """Return the kernels of the device of `call` in the order in which torch tries them; `asked`: its priority."""
     if call.device == "cpu":
         return tuple(kernel for kernel in asked if kernel in ("flash", "math"))
-    first: tuple[Kernel, ...] = ("cudnn",) if asked == TORCH_ORDER and call.capability in CUDNN_FIRST else ()
+    first: tuple[Kernel, ...] = ("cudnn",) if asked == TORCH_ORDER and _version(call) in CUDNN_FIRST else ()
     return (*first, *asked)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from tightfit.errors import InputError, PlanError
+from tightfit.schema.attention import CUDNN_FIRST
 from tightfit.schema.base import Count, Positive, Rate, Real, Record, Size
 from tightfit.units import format_bytes
 
@@ -15,6 +16,7 @@ __all__ = [
     "GROUP_SPARE",
     "Accelerator",
     "Amounts",
+    "Attending",
     "Budget",
     "KernelGroup",
     "KernelKind",
@@ -23,8 +25,11 @@ __all__ = [
 ]
 
 Exchange = Literal["exchange", "network", "ring", "network-ring"]
-# "efficient-attention": torch's memory-efficient kernel, where flash attention cannot run
-Computing = Literal["matmul", "convolution", "attention", "efficient-attention", "memory", "normalization"]
+# "efficient-attention": torch's memory-efficient kernel, where flash attention cannot run.
+# "cudnn-first-attention": the same where the card is not known, if cuDNN would take the call: where torch tries cuDNN
+# first, that is "attention"
+Attending = Literal["attention", "efficient-attention", "cudnn-first-attention"]
+Computing = Literal["matmul", "convolution", "memory", "normalization"] | Attending
 KernelKind = Computing | Exchange
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 
@@ -127,6 +132,8 @@ class Accelerator(Record):
 
     def arithmetic_rate(self, kind: str, dtype: str) -> float | None:
         """Return operations per second for `kind` in `dtype`; the rate of float32 if the dtype has none; else None."""
+        if kind == "cudnn-first-attention":
+            kind = "attention" if self.compute_capability in CUDNN_FIRST else "efficient-attention"
         general = "attention" if kind == "efficient-attention" else kind
         keys = (f"{kind}.{dtype}", f"{general}.{dtype}", dtype, f"{kind}.float32", f"{general}.float32", "float32")
         for key in keys:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from tightfit.catalog.cuda import product_workspaces
 from tightfit.schema.kernel_time import TILE, kernel_seconds
 from tightfit.schema.machine import EXCHANGES, Accelerator, Amounts, KernelKind
+from tightfit.simulator.attention_kinds import efficient_attention_kind
 from tightfit.simulator.output_layouts import GROUP_NORM_KEEPS_CHANNELS_LAST, normed_by_cudnn, suggested
 from tightfit.simulator.pointwise import element_divisions
 
@@ -77,6 +78,8 @@ def kernel_cost_of(
 ) -> KernelCost:
     """Return the cost of `op` on `args` on `accelerator`, given its input tensors and those it created or wrote."""
     kind = _KINDS.get(op.overloadpacket, "memory") if outputs else "memory"
+    if kind == "efficient-attention":
+        kind = efficient_attention_kind(args, accelerator.compute_capability)
     read = inputs[1:] if op.overloadpacket in _OVERWRITES else inputs
     traffic = sum(_touched(tensor) for tensor in (*read, *outputs))
     dtype = outputs[0].dtype if outputs else torch.float32
