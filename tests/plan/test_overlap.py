@@ -106,6 +106,7 @@ def test_a_denoiser_that_fits_one_card_is_split_where_both_then_work() -> None:
     assert {name: part.first for name, part in chosen.split.items()} == {OTHER.name: "blocks.5"}
     assert chosen.split[OTHER.name].outside == AFTER
     assert chosen.cfg == "sequential"
+    assert {part.placement for part in plan.parts_of("transformer").values()} <= {"resident", "offload"}
     alone = planned(footprint.model_copy(update={"variants": ()}), 8 * GIB, 8 * GIB)
     assert alone is not None
     seconds = [sum(phase.seconds for phase in each.forecast) for each in (plan, alone)]

@@ -134,7 +134,14 @@ class ComponentWorkload:
         count = SIZES if variant is None else FEWER
         by_blocks = variant is not None and variant.splits_batch and variant.by_blocks
         found = candidates(self.component, whole, self._groups(whole), count, by_blocks=by_blocks)
+        found = itertools.islice(found, 1) if self._overlaps else found
         return [candidate._replace(streamed_bytes=candidate.streamed_bytes + small) for candidate in found]
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether it runs chunks of a batch one after another, for each of which streamed weights would be loaded."""
+        calls = (call for phase in self._footprint.phases for call in phase.calls)
+        return any(call.overlaps for call in calls if call.component == self.component.name)
 
     def _groups(self, plan: ComponentPlan) -> Mapping[Granularity, WeightGroupSizes]:
         key = plan.offload_to, plan.storage

@@ -36,7 +36,7 @@ def best_overlap(
         tried = [{**also, **splits} for splits in _candidates(search, varied, variant) for also in others]
         for splits in tried:
             solution = solve(varied, splits, ram, None)
-            if solution is None or _streams(solution):
+            if solution is None:
                 continue
             taken = sum(phase.seconds for phase in plan_of(solution).forecast)
             if taken < seconds:
@@ -105,10 +105,3 @@ def _after_blocks(calls: Sequence[ComponentCall]) -> tuple[str, ...]:
     """Return the modules that run after the last block in all of `calls`."""
     first, *others = calls
     return tuple(path for path in first.after_blocks if all(path in call.after_blocks for call in others))
-
-
-def _streams(solution: SplitSolution) -> bool:
-    """Whether weights of a split network are loaded during its calls: again for each chunk."""
-    parts = solution.search.footprint.denoisers
-    plans = {name: option.plan for _, share in solution.found.shares for name, option in share.options}
-    return any(plans[name].placement == "stream" for name in parts if name in plans)

@@ -97,7 +97,7 @@ def _split_call(
         if not index:  # inputs of later parts are still there while they are copied
             peak = max([peak, *(begin for begin in begins if begin is not None)])
         update = {"component": name, "block_uses": tuple(uses[index]), "peak": max(peak + waiting[index], 0)}
-        update |= {"crossing_bytes": crossing[index], "backward_from": None, "is_part": True}
+        update |= {"crossing_bytes": crossing[index], "backward_from": None, "is_part": True, "overlaps": overlaps}
         parts.append(call.model_copy(update=update))
     return parts
 

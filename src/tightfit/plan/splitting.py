@@ -77,13 +77,16 @@ def folded(components: Mapping[str, ComponentPlan], splits: Splits) -> dict[str,
 
 def split_reasons(solution: SplitSolution, usual: float) -> Iterator[Reason]:
     """Yield why networks are split, where the call takes `usual` seconds otherwise (infinity: it does not fit)."""
-    because = "no device has the memory for it otherwise"
-    if usual < math.inf:
-        saved = format_seconds(usual - solution.found.seconds)
-        because = f"on one device, where it is not resident, it would make the call {saved} longer"
-        if any(map(overlaps_parts, solution.splits.values())):
-            because = f"the parts then work at the same time, which makes the call {saved} shorter"
+    together = any(map(overlaps_parts, solution.splits.values()))
     for name, chosen in solution.splits.items():
+        because = "no device has the memory for it otherwise"
+        if usual < math.inf:
+            saved = format_seconds(usual - solution.found.seconds)
+            because = f"on one device, where it is not resident, it would make the call {saved} longer"
+            if together:
+                because = f"the call is then {saved} shorter"
+            if overlaps_parts(chosen):
+                because = f"the parts then work at the same time, which makes the call {saved} shorter"
         where = [f"blocks from {part.first} on compute on {device}" for device, part in chosen.split.items()]
         some = f"{chosen.max_batch} items" if chosen.max_batch else "half of a batch"
         how = f", with {some} at a time" if chosen.splits_batch else ""

@@ -111,6 +111,7 @@ class ComponentCall(Record):
     time_scale: Rate = 1.0  # factor on the time that a machine's rates give for its work, from earlier calls
     is_part: bool = False  # only the blocks of one part of the component, which is split over devices, …
     crossing_bytes: Count = 0  # … with so many bytes of inputs and outputs copied between devices
+    overlaps: bool = False  # … and which works on one chunk of a batch while other parts work on others
 
 
 class StripStageProfile(Record):
