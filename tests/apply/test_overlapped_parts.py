@@ -11,6 +11,7 @@ import tightfit
 from more_pipelines import MORE_CASES
 from simulator.conftest import ACCELERATOR
 from tightfit import PlanError, Request, measure_footprint
+from tightfit.apply.device_maps import hf_device_map
 from tightfit.measure.meta_copy import meta_copy
 from tightfit.measure.modules import find_blocks, has_skips
 from tightfit.plan.network_parts import block_order
@@ -141,6 +142,7 @@ def test_another_size_and_undo() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     where = {path.split(".")[0]: weight.device.index for path, weight in pipe.unet.named_parameters()}
     assert (where["conv_in"], where["time_embedding"], where["conv_norm_out"], where["conv_out"]) == (0, 0, 1, 1)
+    assert hf_device_map(fitted.plan, pipe)["unet.conv_out"] == OTHER
     fitted.undo()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in pipe.unet.modules())
     for path, weight in pipe.unet.named_parameters():

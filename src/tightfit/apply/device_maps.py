@@ -39,8 +39,8 @@ def hf_device_map(plan: Plan, pipe: object) -> dict[str, int | str]:
     """Return where the weights of each component of `pipe` are by `plan` while no component runs, as diffusers does.
 
     That is the number of a CUDA card, or the name of another device, on which a component is resident; else "cpu" or
-    "disk", from which it is loaded onto the device on which it computes. The blocks of later parts of a split component
-    have entries of their own ("transformer.blocks.5").
+    "disk", from which it is loaded onto the device on which it computes. Modules of later parts of a split
+    component have entries of their own ("transformer.blocks.5").
     """
     where: dict[str, int | str] = {}
     for name, module in find_components(pipe).items():
@@ -49,7 +49,7 @@ def hf_device_map(plan: Plan, pipe: object) -> dict[str, int | str]:
         where[name] = _place(first, own)
         order = block_order(find_blocks(module), has_skips=has_skips(module)) if later else []
         part_of = part_finder(order, chosen.split.values())
-        for path in order:
+        for path in (*order, *(path for part in chosen.split.values() for path in part.outside)):
             if index := part_of(path):
                 device, part = later[index - 1]
                 where[f"{name}.{path}"] = _place(part, device)

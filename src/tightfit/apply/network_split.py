@@ -186,7 +186,9 @@ class _Copies:
 
     def _made(self, device: torch.device, source: torch.Tensor) -> torch.Tensor:
         own = self._beside.get(source.device)
-        return source.to(device, non_blocking=True) if own is None else own.copy_beside(source, device)
+        if own is None or torch.is_grad_enabled():  # a backward pass would copy beside, too
+            return source.to(device, non_blocking=True)
+        return own.copy_beside(source, device)
 
     def clear(self) -> None:
         self._kept.clear()
