@@ -107,6 +107,7 @@ PASS = ComponentCall(
     peak=65,
     block_uses=(USE,),
     after_blocks=("conv_out",),
+    paired=True,
     overlaps=True,
     backward_from=0,
     left_out_from=0,

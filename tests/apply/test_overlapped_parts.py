@@ -57,6 +57,7 @@ AFTER = {
     "StableDiffusion3": ("norm_out", "proj_out"),
     "CogVideoX": ("norm_final", "norm_out", "proj_out"),
     "LTX": ("norm_out", "proj_out"),
+    "Wan": ("norm_out", "proj_out"),
 }
 
 
@@ -127,6 +128,34 @@ def test_three_cards_and_single_items_of_a_batch() -> None:
 
 
 SIZE: dict[str, Any] = {"height": 64, "width": 64, "num_inference_steps": 2, "output_type": "pt", "guidance_scale": 4.0}
+
+
+def test_the_two_calls_of_a_step_at_the_same_time() -> None:
+    """Wan calls its denoiser twice in a step: as one call of two chunks, from the second step on."""
+    case = case_of("Wan")
+    pipe = case.make()
+    parts = parts_of(pipe, "Wan", 0.5)
+    found, seconds = [], []
+    for fields in ({}, {"cfg": "batched", "max_batch": 1, **parts}):
+        fitted = tightfit.fit(pipe, plan={"device": ONE, "components": {"transformer": fields}})
+        for _ in range(2):
+            made = pipe(
+                "a fox", num_frames=5, generator=torch.Generator().manual_seed(1), **SIZE | {"num_inference_steps": 20}
+            )
+        found.append(torch.as_tensor(made.frames).cpu())
+        report = fitted.report().trace
+        seconds.append(next(phase.seconds for phase in report.phases if phase.name == "denoise"))
+        assert not report.notes
+        fitted.undo()
+    assert torch.equal(*found)
+    assert seconds[1] < 0.93 * seconds[0]  # (1 + 20 * 5 / 6) / 20: of three blocks, one is on the first card
+
+
+def test_calls_are_known_to_be_pairs() -> None:
+    for name, paired in {"Wan": True, "StableDiffusion3": False, "Flux": False}.items():
+        footprint = measure_footprint(case_of(name).make(), Request(height=64, width=64, steps=2))
+        (phase,) = (footprint.phases[index] for index in footprint.denoiser_phases)
+        assert [call.paired for call in phase.calls] == [paired], name
 
 
 def test_another_size_and_undo() -> None:

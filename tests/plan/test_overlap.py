@@ -15,7 +15,7 @@ from tightfit.schema.machine import Accelerator, KernelGroup, LayerWork
 from tightfit.schema.plan import ComponentPlan, Plan
 from tightfit.schema.request import Request
 
-BLOCKS, STEPS, OPERATIONS = 10, 4, 10**12
+BLOCKS, STEPS, OPERATIONS = 10, 8, 10**12
 AFTER = ("norm_out", "proj_out")
 
 
@@ -33,20 +33,24 @@ def uses(chunks: int, kernels: int) -> list[BlockUse]:
     return [outside.model_copy(update={"live_bytes_at_start": INPUT}), *blocks, outside] * chunks
 
 
-def footprint_of(*, kernels: int = 1, after: tuple[str, ...] = AFTER, chunks: int = 2) -> Footprint:
+def footprint_of(
+    *, kernels: int = 1, after: tuple[str, ...] = AFTER, chunks: int = 2, paired: bool = False
+) -> Footprint:
+    runs = 2 * STEPS if paired else STEPS
+
     def phase(count: int) -> Phase:
         call = ComponentCall(
-            component="transformer", method="forward", runs=STEPS, peak=4 * INPUT // count,
+            component="transformer", method="forward", runs=runs, peak=4 * INPUT // count, paired=paired,
             block_uses=tuple(uses(count, kernels)), after_blocks=after if count == 1 else (),
         )  # fmt: skip
         allocator_bytes = 5 * INPUT // count
         return Phase(
             name="denoise", peak=4 * INPUT // count, allocator_bytes=allocator_bytes, calls=(call,),
-            call_order=(0,) * STEPS,
+            call_order=(0,) * runs,
         )  # fmt: skip
 
     fields: dict[str, Any] = {"cfg": "sequential"} if chunks == 2 else {"max_batch": 1}
-    variants = (Variant(**fields, phases=(phase(chunks),)),)
+    variants = () if paired else (Variant(**fields, phases=(phase(chunks),)),)
     request = Request(height=64, width=64, steps=STEPS, batch=max(chunks // 2, 1))
     return Footprint(
         pipeline="P", components=(denoiser(BLOCKS),), request=request, phases=(phase(1),), variants=variants
@@ -135,3 +139,25 @@ def test_a_faster_card_has_more_of_the_blocks() -> None:
     assert plan is not None
     (first,) = (int(part.first.split(".")[1]) for part in plan.components["transformer"].split.values())
     assert first == (2 if plan.device == CARD.name else 8)
+
+
+def test_the_two_calls_of_a_step_are_in_both_parts_at_once() -> None:
+    """All but the first step's, which are made once in turn and once together."""
+    footprint = footprint_of(paired=True)
+    plan = planned(footprint, 8 * GIB, 8 * GIB)
+    assert plan is not None
+    chosen = plan.components["transformer"]
+    assert (chosen.cfg, chosen.max_batch) == ("batched", 1)
+    (estimates,) = simulate_jointly(footprint, plan, DEVICES, RATES)
+    one, other = (estimate.seconds for estimate in estimates.values())
+    expected = (one + other + max(one, other)) / 2 + (one + other) / STEPS
+    assert forecast_seconds(footprint, plan) == pytest.approx(expected)
+    assert any(", with the two calls of a step as one, in halves: " in reason.decision for reason in plan.reasons)
+    turns = footprint.model_copy(update={"phases": tuple(unpaired(phase) for phase in footprint.phases)})
+    alone = planned(turns, 8 * GIB, 8 * GIB)
+    assert alone is not None
+    assert not alone.components["transformer"].split
+
+
+def unpaired(phase: Phase) -> Phase:
+    return phase.model_copy(update={"calls": tuple(each.model_copy(update={"paired": False}) for each in phase.calls)})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -209,6 +209,10 @@ class _BetweenModules(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "to" and isinstance(args[0], torch.Tensor):  # as Wan's code does
+            there = _device_named((*args[1:], *kwargs.values()))
+            if there in self._devices and args[0].device in self._devices - {there}:
+                args = self._copies.on(there, args[0]), *args[1:]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim]
         found = {tensor.device for tensor in tensors}.intersection(self._devices)
         if len(found) < 2 or _names_device(func):
@@ -222,6 +226,14 @@ class _BetweenModules(TorchFunctionMode):
             return tensor if stays else self._copies.on(target, tensor)
 
         return func(*with_tensors(tuple(args), move), **with_tensors(dict(kwargs), move))
+
+
+def _device_named(values: Iterable[Any]) -> torch.device | None:
+    """Return the device that arguments of `Tensor.to` name, if any."""
+    for value in values:
+        if isinstance(value, torch.Tensor | torch.device | str):
+            return value.device if isinstance(value, torch.Tensor) else torch.device(value)
+    return None
 
 
 def _writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from tightfit.errors import RunError
-from tightfit.measure.module_equivalence import call_signature
 from tightfit.measure.modules import find_blocks, find_layers, find_parts, find_role
 from tightfit.measure.outer_modules import follow_outer_modules
 from tightfit.measure.passes import KernelCounter, OpenBlockUse, OpenCall, OpenPhase, find_phase, weight_blocks
@@ -167,9 +166,7 @@ class CallProfiler:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._works(name):
                 return inner(*args, **kwargs)
-            self._begin(
-                phase, OpenCall(name, method, (*call_signature(args, kwargs), self.kind_of(name, args, kwargs)))
-            )
+            self._begin(phase, OpenCall.of(name, method, args, kwargs, self.kind_of(name, args, kwargs)))
             try:
                 return inner(*args, **kwargs)
             finally:
@@ -185,7 +182,7 @@ class CallProfiler:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             begun.append(not self._works(name))
             if begun[-1]:
-                self._begin(phase, OpenCall(name, path, call_signature(args, kwargs)))
+                self._begin(phase, OpenCall.of(name, path, args, kwargs))
 
         def after(*_: Any) -> None:
             if begun.pop():

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from tightfit.measure.module_equivalence import call_signature
 from tightfit.measure.modules import weight_tensors
 from tightfit.schema.footprint import BlockUse, ComponentCall, Phase, Role
 from tightfit.schema.machine import Amounts, KernelGroup, LayerWork
@@ -161,6 +165,8 @@ class OpenCall:
     component: str
     method: str
     inputs: tuple[Any, ...]
+    latents: Callable[[], torch.Tensor | None] = lambda: None  # its first large tensor, if that still exists …
+    version: int = 0  # … and which version of it
     segments: list[OpenBlockUse] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)  # blocks in progress, the innermost last
     layer: str = ""  # current layer
@@ -170,6 +176,23 @@ class OpenCall:
     forward_places: list[tuple[int, str, str]] = field(default_factory=list)  # sequence numbers, blocks and layers
     blocks_begun: int = 0
     outside: dict[str, int] = field(default_factory=dict)  # modules outside of blocks: `blocks_begun` when each began
+
+    @classmethod
+    def of(
+        cls, component: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Any = None
+    ) -> OpenCall:
+        """Return the call with these arguments; `kind` is what else tells it apart from others."""
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        latents = next((tensor for tensor in tensors if tensor.ndim >= 3 and not tensor.is_inference()), None)
+        inputs = (*call_signature(args, kwargs), kind)
+        if latents is None:
+            return cls(component, method, inputs)
+        return cls(component, method, inputs, weakref.ref(latents), latents._version)
+
+    def takes_latents_of(self, other: OpenCall) -> bool:
+        """Whether both calls have the same latents, not written to in between."""
+        own = self.latents()
+        return own is not None and own is other.latents() and self.version == other.version
 
     def note_place(self, sequence_number: int) -> None:
         """Note that nodes of the graph from `sequence_number` on belong to the current block and layer."""
@@ -211,6 +234,8 @@ class OpenPhase:
         self._backward_from: dict[Any, int | None] = {}
         self._left_out_from: dict[Any, int | None] = {}
         self._after_blocks: dict[Any, tuple[str, ...]] = {}
+        self._last: dict[str, OpenCall | None] = {}  # the last call of each component, if it may have a second one
+        self._is_second: dict[Any, list[bool]] = {}  # of each call of a kind, whether it is the second one of a step
         self._order: list[Any] = []
 
     def add(self, done: OpenCall, segments: list[OpenBlockUse]) -> None:
@@ -222,6 +247,10 @@ class OpenPhase:
             known = self._left_out_from.get(kind)  # a repetition does not say it
             self._left_out_from[kind] = known if done.left_out_from is None else done.left_out_from
             self._after_blocks[kind] = done.after_blocks or self._after_blocks.get(kind, ())
+        before = self._last.get(done.component)
+        second = before is not None and done.takes_latents_of(before)
+        self._last[done.component] = None if second else done
+        self._is_second.setdefault(kind, []).append(second)
         self._order.append(kind)
         self.peak = max(self.peak, _highest(segments))
 
@@ -259,6 +288,7 @@ class OpenPhase:
             backward_from=self._backward_from[kind],
             left_out_from=self._left_out_from[kind],
             after_blocks=self._after_blocks[kind],
+            paired=self._is_second[kind] == [False, True] * (self._order.count(kind) // 2),
         )
 
 

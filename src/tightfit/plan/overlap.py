@@ -3,6 +3,9 @@
 While a later part computes a chunk, the part before it is at work on the next chunk. All chunks take as long as one
 takes through all parts, and then one more of the slowest part for each further chunk; but no less than the host needs
 to launch them all.
+
+Where a pipeline calls its denoiser twice in a step, and `cfg` is "batched", the two calls become one of two chunks. The
+first step is made call by call, and once more as one call, to see that the numbers are the same.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Plan
 
-__all__ = ["OverlappedParts", "overlapped_parts"]
+__all__ = ["OverlappedParts", "overlapped_parts", "paired_runs"]
 
 
 class OverlappedParts(NamedTuple):
@@ -27,12 +30,14 @@ class OverlappedParts(NamedTuple):
     names: tuple[str, ...]  # under which they are planned
     chunks: int  # of a batch, in each of its calls
     launching: float  # seconds of the host for all of its calls
+    in_turn: float = 0.0  # share of the work that is done once more, one part after another
 
     def seconds_saved(self, seconds: Mapping[str, float]) -> float:
         """Return what is saved of the `seconds` that each part takes by itself, by name; of one phase."""
         parts = [seconds.get(name, 0.0) for name in self.names]
         together = (sum(parts) + (self.chunks - 1) * max(parts)) / self.chunks
-        return max(sum(parts) - max(together, self.launching), 0.0) if all(parts) else 0.0
+        saved = sum(parts) * (1 - self.in_turn) - max(together, self.launching)
+        return saved if all(parts) else 0.0
 
 
 def overlapped_parts(footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator]) -> list[OverlappedParts]:
@@ -40,11 +45,21 @@ def overlapped_parts(footprint: Footprint, plan: Plan, devices: Mapping[str, Acc
     found = []
     varied = footprint.with_variant(variant_of(footprint, plan))
     for name, chosen in plan.components.items():
-        chunks = _chunks(footprint, varied, name)
-        if overlaps_parts(chosen) and chunks > 1:
-            launching = sum(_launching(varied, name, devices[plan.device_of(name)]))
-            found.append(OverlappedParts(tuple(part_names(name, chosen)), chunks, launching))
+        if not overlaps_parts(chosen):
+            continue
+        names, launching = tuple(part_names(name, chosen)), sum(_launching(varied, name, devices[plan.device_of(name)]))
+        chunks, runs = _chunks(footprint, varied, name), paired_runs(footprint, name)
+        if chosen.cfg == "batched":
+            found += [OverlappedParts(names, 2, launching, 2 / runs)] if runs else []
+        elif chunks > 1:
+            found.append(OverlappedParts(names, chunks, launching))
     return found
+
+
+def paired_runs(footprint: Footprint, name: str) -> int:
+    """Return how often the component is called, if all of that is two calls in each step; else 0."""
+    calls = [call for phase in footprint.phases for call in phase.calls if call.component == name]
+    return sum(call.runs for call in calls) if calls and all(call.paired for call in calls) else 0
 
 
 def _chunks(usual: Footprint, varied: Footprint, name: str) -> int:

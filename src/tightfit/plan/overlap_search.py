@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tightfit.plan.compute_segments import segment_of
 from tightfit.plan.multi_device_search import MultiDeviceSearch
 from tightfit.plan.network_parts import order_of, part_finder
+from tightfit.plan.overlap import paired_runs
 from tightfit.plan.splitting import Splits, SplitSolution, can_split, chains, solve, splits_by_memory
-from tightfit.schema.footprint import Component, ComponentCall, Variant
+from tightfit.schema.footprint import Component, ComponentCall, Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan, NetworkPart, Plan
 
@@ -29,11 +30,9 @@ def best_overlap(
     encoders = {name: chosen for name, chosen in known.items() if name not in search.footprint.denoisers}
     others = [{}, encoders] if encoders else [{}]
     best, seconds = None, usual * (1 - _WORTH)
-    for variant in search.footprint.variants:
-        if not variant.splits_batch or variant.by_blocks or variant.ffn_chunk is not None:
-            continue
-        varied = search.with_footprint(search.footprint.with_variant(variant))
-        tried = [{**also, **splits} for splits in _candidates(search, varied, variant) for also in others]
+    for footprint, fields in _ways(search.footprint):
+        varied = search.with_footprint(footprint)
+        tried = [{**also, **splits} for splits in _candidates(search, varied, fields) for also in others]
         for splits in tried:
             solution = solve(varied, splits, ram, None)
             if solution is None:
@@ -44,7 +43,17 @@ def best_overlap(
     return best
 
 
-def _candidates(search: MultiDeviceSearch, varied: MultiDeviceSearch, variant: Variant) -> Iterator[Splits]:
+def _ways(footprint: Footprint) -> Iterator[tuple[Footprint, dict[str, object]]]:
+    """Yield ways to compute a denoiser's batches in chunks: the footprint of each, and the fields of its plan."""
+    for variant in footprint.variants:
+        if variant.splits_batch and not variant.by_blocks and variant.ffn_chunk is None:
+            yield footprint.with_variant(variant), {"cfg": variant.cfg, "max_batch": variant.max_batch}
+    if footprint.denoisers and all(paired_runs(footprint, name) for name in footprint.denoisers):
+        items = footprint.request.batch if footprint.request else 1
+        yield footprint, {"cfg": "batched", "max_batch": items}
+
+
+def _candidates(search: MultiDeviceSearch, varied: MultiDeviceSearch, fields: Mapping[str, object]) -> Iterator[Splits]:
     """Yield splits of all denoisers: into parts that take equally long, and those nearest to the devices' memory."""
     footprint = search.footprint
     components = [component for component in footprint.components if component.name in footprint.denoisers]
@@ -59,17 +68,17 @@ def _candidates(search: MultiDeviceSearch, varied: MultiDeviceSearch, variant: V
         cards = [search.members[number].device for number in devices]
         even = {each.name: _even_split(each, calls[each.name], cards) for each in components}
         for splits in (even, *splits_by_memory(varied, names, devices)):
-            known = {name: _in_chunks(chosen, after[name], variant) for name, chosen in splits.items() if chosen}
+            known = {name: _in_chunks(chosen, after[name], fields) for name, chosen in splits.items() if chosen}
             if len(known) == len(names) and known not in tried:
                 tried.append(known)
                 yield known
 
 
-def _in_chunks(chosen: ComponentPlan, after: tuple[str, ...], variant: Variant) -> ComponentPlan:
-    """Return the split `chosen` with calls in chunks, as `variant` says, and `after` where the last blocks are."""
+def _in_chunks(chosen: ComponentPlan, after: tuple[str, ...], fields: Mapping[str, object]) -> ComponentPlan:
+    """Return the split `chosen` with calls in chunks, as `fields` say, and `after` where the last blocks are."""
     last = list(chosen.split)[-1]
     split = chosen.split | {last: chosen.split[last].model_copy(update={"outside": after})}
-    return chosen.model_copy(update={"split": split, "cfg": variant.cfg, "max_batch": variant.max_batch})
+    return chosen.model_copy(update={"split": split, **fields})
 
 
 def _even_split(

@@ -88,14 +88,16 @@ def _split_call(
         before = index
         uses[index].append(use)
         begins[index] = use.live_bytes_at_start if begins[index] is None else begins[index]
-    waiting = [size * (chunks - 1) // chunks for size in crossing[1:]] + [0]  # inputs of later parts, of other chunks
+    joined = chosen.cfg == "batched" and overlaps  # two calls are one, of twice as many chunks
+    others = 2 * chunks - 1 if joined else chunks - 1
+    waiting = [size * others // chunks for size in crossing[1:]] + [0]  # inputs of later parts, of other chunks
     if before:  # the network's output
         crossing[before] += max(call.block_uses[-1].live_bytes_at_start - base, 0)
     parts = []
     for index, name in enumerate(names):
         peak = max((use.peak for use in uses[index]), default=base) - base * (index > 0)
         if not index:  # inputs of later parts are still there while they are copied
-            peak = max([peak, *(begin for begin in begins if begin is not None)])
+            peak = max([peak, *(begin for begin in begins if begin is not None)]) + base * joined
         update = {"component": name, "block_uses": tuple(uses[index]), "peak": max(peak + waiting[index], 0)}
         update |= {"crossing_bytes": crossing[index], "backward_from": None, "is_part": True, "overlaps": overlaps}
         parts.append(call.model_copy(update=update))

@@ -90,6 +90,7 @@ def split_reasons(solution: SplitSolution, usual: float) -> Iterator[Reason]:
         where = [f"blocks from {part.first} on compute on {device}" for device, part in chosen.split.items()]
         some = f"{chosen.max_batch} items" if chosen.max_batch else "half of a batch"
         how = f", with {some} at a time" if chosen.splits_batch else ""
+        how = ", with the two calls of a step as one, in halves" if chosen.cfg == "batched" else how
         yield Reason(decision=f"{name} is split{how}: {', '.join(where)}", because=because)
 
 

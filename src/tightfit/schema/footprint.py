@@ -108,6 +108,7 @@ class ComponentCall(Record):
     backward_from: Count | None = None  # index of the block use with which its backward pass begins; None: it has none
     left_out_from: Count | None = None  # block uses after which a step cache leaves out what is not here; None: nothing
     after_blocks: tuple[str, ...] = ()  # dotted paths of modules outside of blocks that run after its last block only
+    paired: bool = False  # each two of them take the same latents: a step's two guidance predictions
     time_scale: Rate = 1.0  # factor on the time that a machine's rates give for its work, from earlier calls
     is_part: bool = False  # only the blocks of one part of the component, which is split over devices, …
     crossing_bytes: Count = 0  # … with so many bytes of inputs and outputs copied between devices

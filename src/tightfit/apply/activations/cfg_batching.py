@@ -26,19 +26,21 @@ MISSES = 3  # wrong predictions, after which none is made any more
 
 
 def batch_or_split(module: nn.Module, plan: ComponentPlan, note: Callable[[str], object]) -> dict[str, Any]:
-    """Return the method of `module` that splits batches or joins calls, by name, if the plan asks for that.
+    """Return the methods of `module` that split batches or join calls, by name, if the plan asks for that.
 
     It is `forward`, so that hooks of the user see each call once and whole; `__call__` where torch does not use the
-    class's `forward`, or compiles it.
+    class's `forward`, or compiles it. Calls of a split network are joined in `__call__`, which returns what came back
+    from the last device.
     """
     around = "forward" in vars(module) or module._compiled_call_impl is not None
     name = "__call__" if around else "forward"
-    usual = method = getattr(type(module), name)
+    methods: dict[str, Any] = {}
     if plan.splits_batch and plan.placement != "stream":
-        method = in_chunks(method, plan.max_batch, note)
+        methods[name] = in_chunks(getattr(type(module), name), plan.max_batch, note)
     if plan.cfg == "batched":
-        method = batch_cfg_calls(method, note)
-    return {} if method is usual else {name: method}
+        name = "__call__" if plan.split else name
+        methods[name] = batch_cfg_calls(methods.get(name, getattr(type(module), name)), note)
+    return methods
 
 
 def batch_cfg_calls(
