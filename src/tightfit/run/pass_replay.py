@@ -17,6 +17,7 @@ from tightfit.apply.activations.caches.component_cache import ComponentCache
 from tightfit.measure.module_equivalence import call_signature
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.results import Moment
+from tightfit.simulator.backend import cards_in_use
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
 from tightfit.simulator.operations import NAME
@@ -186,8 +187,8 @@ def _watched(work: Callable[[], Any], recorder: Recorder, card: SimulatedCard) -
 
 def _cards_of(output: Any) -> list[SimulatedCard]:
     """Cards that tensors of `output` are on: that of a split network's last part, if it has not been moved yet."""
-    tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-    return [store_of(tensor).card for tensor in tensors if tensor.device.type == NAME]
+    devices = {leaf.device for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)}
+    return [cards_in_use()[device.index] for device in devices if device.type == NAME]
 
 
 def _few(moments: list[Moment]) -> tuple[Moment, ...]:
