@@ -63,7 +63,7 @@ def test_a_text_encoder_split_over_both_cards() -> None:
     assert torch.equal(run(pipe, case).cpu(), wanted)
 
 
-@pytest.mark.parametrize("name", ["StableDiffusion", "StableDiffusionXL", "StableDiffusion3", "CogVideoX"])
+@pytest.mark.parametrize("name", ["StableDiffusion", "StableDiffusionXL", "StableDiffusion3", "CogVideoX", "Wan"])
 def test_parts_at_work_at_the_same_time_give_the_numbers_of_one_card(name: str) -> None:
     """No card waits for what the other one takes from it: copies are ordered by events, and their memory is kept."""
     case = next(case for case in (*CASES, *MORE_CASES) if case.name == name)
@@ -76,7 +76,8 @@ def test_parts_at_work_at_the_same_time_give_the_numbers_of_one_card(name: str) 
     together = tightfit.fit(pipe, plan={"device": "cuda:0", "components": {denoiser: {"cfg": "sequential"}}})
     wanted = run(pipe, case).cpu()
     together.undo()
-    fields = {"cfg": "sequential", "split": {"cuda:1": part}}
+    chunks = {"cfg": "batched", "max_batch": 1} if phase.calls[0].paired else {"cfg": "sequential"}
+    fields = {**chunks, "split": {"cuda:1": part}}
     fitted = tightfit.fit(pipe, plan={"device": "cuda:0", "components": {denoiser: fields}})
     for _ in range(3):
         assert torch.equal(run(pipe, case).cpu(), wanted)
