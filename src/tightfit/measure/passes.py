@@ -165,8 +165,6 @@ class OpenCall:
     component: str
     method: str
     inputs: tuple[Any, ...]
-    latents: Callable[[], torch.Tensor | None] = lambda: None  # its first large tensor, if that still exists …
-    version: int = 0  # … and which version of it
     segments: list[OpenBlockUse] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)  # blocks in progress, the innermost last
     layer: str = ""  # current layer
@@ -176,6 +174,8 @@ class OpenCall:
     forward_places: list[tuple[int, str, str]] = field(default_factory=list)  # sequence numbers, blocks and layers
     blocks_begun: int = 0
     outside: dict[str, int] = field(default_factory=dict)  # modules outside of blocks: `blocks_begun` when each began
+    latents: Callable[[], torch.Tensor | None] = lambda: None  # its first large tensor, if that still exists …
+    version: int = 0  # … and which version of it
 
     @classmethod
     def of(
@@ -187,7 +187,7 @@ class OpenCall:
         inputs = (*call_signature(args, kwargs), kind)
         if latents is None:
             return cls(component, method, inputs)
-        return cls(component, method, inputs, weakref.ref(latents), latents._version)
+        return cls(component, method, inputs, latents=weakref.ref(latents), version=latents._version)
 
     def takes_latents_of(self, other: OpenCall) -> bool:
         """Whether both calls have the same latents, not written to in between."""
