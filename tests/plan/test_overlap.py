@@ -10,6 +10,7 @@ from plan.test_planner import CARD, GIB, MIB, RATES
 from plan.test_splitting import INPUT, denoiser
 from plan.test_team import BOTH, DEVICES, OTHER, planned
 from tightfit.plan.forecast import add_joint_forecast, simulate_jointly
+from tightfit.plan.overlap import OverlappedParts
 from tightfit.schema.footprint import BlockUse, ComponentCall, Footprint, Phase, Variant
 from tightfit.schema.machine import Accelerator, KernelGroup, LayerWork
 from tightfit.schema.plan import ComponentPlan, Plan
@@ -90,6 +91,13 @@ def test_nothing_is_saved_where_the_host_launches_for_longer_than_the_cards_comp
     assert forecast_seconds(busy, plan, slow) == pytest.approx(in_turn, rel=0.01)
     (estimates,) = simulate_jointly(usual, plan, slow, RATES)
     assert forecast_seconds(usual, plan, slow) < 0.8 * sum(each.seconds for each in estimates.values())
+
+
+@pytest.mark.parametrize("launching", [2.5, 3.0, 100.0])
+def test_launches_take_as_long_as_they_take_but_lose_nothing(launching: float) -> None:
+    parts = OverlappedParts(("one", "other"), 2, launching)
+    assert parts.seconds_saved({"one": 2.0, "other": 1.0}) == max(3.0 - launching, 0.0)
+    assert parts.seconds_saved({"one": 2.0}) == 0.0  # a phase in which it does not run
 
 
 def test_what_crosses_of_earlier_chunks_counts_on_the_first_card() -> None:

@@ -63,7 +63,7 @@ def plan_jointly(
         def plan_of(solution: SplitSolution, reasons: Sequence[Reason] = ()) -> Plan:
             return _plan(solution.search, machine, budget, solution.found, reasons, footprint, solution.splits)
 
-        usual = math.inf if fastest is None else fastest.seconds
+        usual = _seconds(fastest)
         overlapped = None if balanced else best_overlap(search, budget.ram, usual, splits, plan_of)
         if overlapped is not None:
             alone = search.best(budget.ram, _host_of(overlapped.found))
@@ -72,7 +72,7 @@ def plan_jointly(
             return with_device_map(plan_of(overlapped, reasons), device_map)
         if fastest is not None:
             found = used.balanced(budget.ram, fastest) if balanced else fastest
-            reasons = [] if split is None else list(split_reasons(split, math.inf if whole is None else whole.seconds))
+            reasons = [] if split is None else list(split_reasons(split, _seconds(whole)))
             reasons += _reasons(used, found, fastest, search.best(budget.ram, _host_of(found)))
             reasons += _guessed(known.values(), members)
             return with_device_map(_plan(used, machine, budget, found, reasons, footprint, splits), device_map)
@@ -98,6 +98,10 @@ def _member(machine: Machine, name: str) -> Accelerator:
     if name not in known:
         raise PlanError(unknown_name("device", name, known), device=name)
     return known[name]
+
+
+def _seconds(solution: JointSolution | None) -> float:
+    return math.inf if solution is None else solution.seconds
 
 
 def _host_of(solution: JointSolution) -> int:

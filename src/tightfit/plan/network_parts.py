@@ -113,16 +113,13 @@ def part_of(component: Component, chosen: ComponentPlan, index: int) -> Componen
 
 
 def _outside(component: Component, find: Callable[[str], int], index: int) -> int:
-    """Return the bytes outside of blocks that the part `index` has: a U-Net's middle block is none of them."""
+    """Return the bytes that the part `index` has outside of blocks, and in a U-Net's middle block between its own."""
     inside = tuple(f"{block.name}." for block in component.blocks if block.name)
-    found = [0] * (1 + max([index, *(find(layer.name) for layer in component.layers)]))
-    for layer in component.layers:
-        if not f"{layer.name}.".startswith(inside):
-            found[find(layer.name)] += layer.bytes
+    layers = [layer for layer in component.layers if not f"{layer.name}.".startswith(inside)]
     if index:
-        return found[index]
+        return sum(layer.bytes for layer in layers if find(layer.name) == index)
     whole = next((block.bytes for block in component.blocks if not block.name), 0)
-    return whole - sum(found[1:])
+    return whole - sum(layer.bytes for layer in layers if find(layer.name))
 
 
 def resolve_parts(

@@ -1,5 +1,7 @@
 """Seconds that a split network saves because its parts work at the same time, on different chunks of a batch.
 
+This is pipeline parallelism, with chunks as micro-batches.
+
 While a later part computes a chunk, the part before it is at work on the next chunk. All chunks take as long as one
 takes through all parts, and then one more of the slowest part for each further chunk; but no less than the host needs
 to launch them all.
@@ -33,11 +35,12 @@ class OverlappedParts(NamedTuple):
     in_turn: float = 0.0  # share of the work that is done once more, one part after another
 
     def seconds_saved(self, seconds: Mapping[str, float]) -> float:
-        """Return what is saved of the `seconds` that each part takes by itself, by name; of one phase."""
+        """Return what is saved of the `seconds` of each part by itself, by name, in one phase; below 0: it is lost."""
         parts = [seconds.get(name, 0.0) for name in self.names]
+        if not all(parts):
+            return 0.0
         together = (sum(parts) + (self.chunks - 1) * max(parts)) / self.chunks
-        saved = sum(parts) * (1 - self.in_turn) - max(together, self.launching)
-        return saved if all(parts) else 0.0
+        return sum(parts) * (1 - self.in_turn) - min(max(together, self.launching), sum(parts))
 
 
 def overlapped_parts(footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator]) -> list[OverlappedParts]:

@@ -8,14 +8,12 @@ from tightfit.plan.compute_segments import segment_of
 from tightfit.plan.multi_device_search import MultiDeviceSearch
 from tightfit.plan.network_parts import order_of, part_finder
 from tightfit.plan.overlap import paired_runs
-from tightfit.plan.splitting import Splits, SplitSolution, can_split, chains, solve, splits_by_memory
+from tightfit.plan.splitting import WORTH, Splits, SplitSolution, can_split, chains, solve, splits_by_memory
 from tightfit.schema.footprint import Component, ComponentCall, Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan, NetworkPart, Plan
 
 __all__ = ["best_overlap"]
-
-_WORTH = 0.005  # fraction of the call's time that it has to gain
 
 
 def best_overlap(
@@ -29,7 +27,7 @@ def best_overlap(
     """
     encoders = {name: chosen for name, chosen in known.items() if name not in search.footprint.denoisers}
     others = [{}, encoders] if encoders else [{}]
-    best, seconds = None, usual * (1 - _WORTH)
+    best, seconds = None, usual * (1 - WORTH)
     for footprint, fields in _ways(search.footprint):
         varied = search.with_footprint(footprint)
         tried = [{**also, **splits} for splits in _candidates(search, varied, fields) for also in others]

@@ -17,6 +17,7 @@ from tightfit.schema.plan import ComponentPlan, NetworkPart, Reason
 from tightfit.units import format_seconds
 
 __all__ = [
+    "WORTH",
     "SplitSolution",
     "Splits",
     "best_split",
@@ -28,7 +29,7 @@ __all__ = [
     "splits_by_memory",
 ]
 
-_WORTH = 0.005  # fraction of the call's time that a split has to gain
+WORTH = 0.005  # fraction of the call's time that a split has to gain
 _PLACES = 8  # networks are split at multiples of this fraction of their bytes
 _TRIED = 3  # ways that are tried to split a network over the same devices, those nearest to their memory's shares
 Splits = Mapping[str, ComponentPlan]  # plans that say only where components begin and are split, by name
@@ -56,7 +57,7 @@ def best_split(search: MultiDeviceSearch, ram: int | None, fastest: JointSolutio
                 combined = {**(known.splits if known else {}), **splits}
                 usual = best.found if best else fastest
                 found = solve(search, combined, ram, usual)
-                enough = math.inf if fastest is None else fastest.seconds * (1 - _WORTH)
+                enough = math.inf if fastest is None else fastest.seconds * (1 - WORTH)
                 if found is not None and found.found.seconds < enough:
                     best = found
     return best
