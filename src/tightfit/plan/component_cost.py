@@ -141,7 +141,9 @@ class ComponentCost:
         while len(seconds) < min(runs, SIMULATED_CALLS) and not self._flow.complete and not _steady(seconds):
             if strip_profile is None:
                 last = len(seconds) + 1 == runs
-                seconds.append(self._flow.work(segments, left_out=left_out, after=after, then=then if last else again))
+                foretold = [segment.group for segment in segments if segment.group] if call.shares_rows else []
+                left = then if last else again
+                seconds.append(self._flow.work(segments, left_out=left_out, after=after, then=left, foretold=foretold))
             else:
                 seconds.append(
                     work_in_strips(

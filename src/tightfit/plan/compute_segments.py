@@ -28,6 +28,7 @@ class ComputeSegment(NamedTuple):
     layer: str = ""  # the layer that runs, of several in the group
     holds: bool = False  # whether the group's memory is free only when that of the next group is
     copying: float = 0.0  # seconds of the link for what its own code copies to the device then, while the host waits
+    exchanging: float = 0.0  # seconds of the link that exchanges with other ranks take meanwhile
 
 
 def segment_of(work: Iterable[KernelGroup], device: Accelerator, group: str = "") -> ComputeSegment:
@@ -35,10 +36,11 @@ def segment_of(work: Iterable[KernelGroup], device: Accelerator, group: str = ""
 
     Exchanges of a ring run beside attention: of n parts of it, all but the last.
     """
-    seconds = launching = attention = ring = rings = 0.0
+    seconds = launching = attention = ring = rings = link = 0.0
     for kernels in work:
         if kernels.kind in EXCHANGES:
             exchange = device.exchange_seconds(kernels.kind, kernels.kernels, kernels.traffic)
+            link += device.exchange_link_seconds(kernels.kind, kernels.traffic)
             if kernels.kind.endswith("ring"):
                 ring, rings = ring + exchange, rings + kernels.kernels
             else:
@@ -49,7 +51,8 @@ def segment_of(work: Iterable[KernelGroup], device: Accelerator, group: str = ""
         seconds += computing
         launching += kernels.kernels * device.launch_overhead + kernels.module_calls * device.module_overhead
     seconds += max(ring - attention * rings / (rings + 1), 0.0)
-    return ComputeSegment(group, seconds + launching if device.is_cpu else seconds, launching)
+    on_device = seconds + launching if device.is_cpu else seconds
+    return ComputeSegment(group, on_device, launching, exchanging=link)
 
 
 def seconds_without_weights(segments: Iterable[ComputeSegment], overhead: float = 0.0) -> float:
@@ -100,12 +103,14 @@ def in_order(timings: Iterable[StripStageTiming]) -> Iterator[ComputeSegment]:
 
 
 def merge_segments(segments: Iterable[ComputeSegment], time_scale: float) -> list[ComputeSegment]:
-    """Merge adjacent segments of the same group and layer; arithmetic and launches take `time_scale` times as long."""
+    """Merge adjacent segments of the same group and layer; all but copies take `time_scale` times as long."""
     found = list[ComputeSegment]()
     for segment in segments:
         seconds, launching = segment.seconds * time_scale, segment.launching * time_scale
+        exchanging = segment.exchanging * time_scale
         if found and (found[-1].group, found[-1].layer) == (segment.group, segment.layer) and not found[-1].waits:
             before = found.pop()
             seconds, launching = before.seconds + seconds, before.launching + launching
-        found.append(segment._replace(seconds=seconds, launching=launching))
+            exchanging += before.exchanging
+        found.append(segment._replace(seconds=seconds, launching=launching, exchanging=exchanging))
     return found

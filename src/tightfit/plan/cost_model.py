@@ -138,8 +138,7 @@ class CostModel:
         key = id(layer_work.work)  # that of equal work is the same
         if key not in self._plain_segments:
             self._plain_segments[key] = layer_work.work, segment_of(layer_work.work, self._device)
-        _, (_, seconds, launching, *_) = self._plain_segments[key]
-        segment = ComputeSegment(group, seconds, launching, layer=gate, holds=layer_work.holds)
+        segment = self._plain_segments[key][1]._replace(group=group, layer=gate, holds=layer_work.holds)
         link = self._device.link_rate
         if not (layer_work.copied_in and link):
             return segment

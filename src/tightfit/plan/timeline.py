@@ -83,8 +83,9 @@ class TransferSimulator(PrefetchPolicy[str]):
         left_out: Collection[str] = (),
         after: int = 0,
         then: Collection[str] = (),
+        foretold: Sequence[str] = (),
     ) -> float:
-        """Simulate a call that consists of `segments`; return its seconds.
+        """Simulate a call that consists of `segments`; return its seconds. It may say which groups it uses: `foretold`.
 
         From the segment number `after` on, it is known that none of the groups `left_out` is needed in this call; from
         the beginning on, that none of the groups `then` is needed in the next one.
@@ -93,6 +94,8 @@ class TransferSimulator(PrefetchPolicy[str]):
         self.begin()
         if self._usual is not None or then or (left_out and not after):
             self.leave_out(None if after else left_out or None, then or None)
+        if foretold:
+            self.expect_uses(foretold)
         for number, segment in enumerate(segments):
             if left_out and number == after > 0:
                 self.leave_out(left_out, then or None)
@@ -121,6 +124,8 @@ class TransferSimulator(PrefetchPolicy[str]):
             self._host += self._overheads.resident
             self._need(group)
         self._host += segment.launching
+        if segment.exchanging:
+            self.copy_in(segment.exchanging)
         self.now = max(self.now + segment.seconds, self._host)
         if segment.copying:
             self.now = self._fed = self.copy_in(segment.copying)

@@ -12,7 +12,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from tightfit.schema.base import Count, Positive, Rate, Record
-from tightfit.schema.machine import KernelGroup, LayerWork
+from tightfit.schema.machine import EXCHANGES, KernelGroup, LayerWork
 from tightfit.schema.request import Request
 from tightfit.schema.step_cache import CacheTrace, StepCache
 
@@ -113,6 +113,13 @@ class ComponentCall(Record):
     is_part: bool = False  # only the blocks of one part of the component, which is split over devices, …
     crossing_bytes: Count = 0  # … with so many bytes of inputs and outputs copied between devices
     overlaps: bool = False  # … and which works on one chunk of a batch while other parts work on others
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether other ranks compute some of its rows: there are exchanges between its layers, not only at its end."""
+        works = [work for use in self.block_uses for work in use.layer_work]
+        last = max((number for number, work in enumerate(works) if work.layer), default=0)
+        return any(group.kind in EXCHANGES for work in works[:last] for group in work.work)
 
 
 class StripStageProfile(Record):

@@ -130,6 +130,16 @@ class Accelerator(Record):
         rate = self.network_rate if kind.startswith("network") and self.network_rate else self.exchange_rate
         return count * self.exchange_latency + (size / rate if rate else 0.0)
 
+    def exchange_link_seconds(self, kind: str, size: int) -> float:
+        """Return the seconds of the link to the host that exchanges of `size` bytes in all take, each way.
+
+        Those with ranks of its computer take some where they are no faster than the link: else they have one of their
+        own, such as NVLink.
+        """
+        if self.is_cpu or kind not in ("exchange", "ring") or not self.link_rate or not self.exchange_rate:
+            return 0.0
+        return size / self.link_rate if self.exchange_rate <= self.link_rate else 0.0
+
     def arithmetic_rate(self, kind: str, dtype: str) -> float | None:
         """Return operations per second for `kind` in `dtype`; the rate of float32 if the dtype has none; else None."""
         if kind == "cudnn-first-attention":

@@ -13,7 +13,7 @@ import torch
 
 from tightfit.catalog.cuda import KEEPS_WORKSPACE, PAGEABLE
 from tightfit.errors import RunError
-from tightfit.schema.machine import Accelerator
+from tightfit.schema.machine import EXCHANGES, Accelerator
 from tightfit.simulator.allocator import CachingAllocator, CardFull
 from tightfit.simulator.blocks import Block, Counter
 from tightfit.simulator.kernel_costs import KernelCost, duration
@@ -125,7 +125,7 @@ class SimulatedCard:
             watch(work)
         beside = self._beside = self._beside or self.new_stream()
         self.timeline.wait(beside, submitted)
-        self.timeline.run(beside, "beside", round(duration(work, self.accelerator) * self.time_scale))
+        self.timeline.run(beside, "beside", self._duration(work), taking=self._taken_of_link(work))
         ended = self.timeline.record(beside)
         return lambda: self.timeline.wait(self.stream, ended)
 
@@ -146,9 +146,19 @@ class SimulatedCard:
 
     def _let_pass(self, work: KernelCost) -> None:
         self.host.work(round(work.module_calls * self.accelerator.module_overhead * self.time_scale * 1e9))
-        self.timeline.run(self.stream, "compute", round(duration(work, self.accelerator) * self.time_scale))
+        self.timeline.run(self.stream, "compute", self._duration(work), taking=self._taken_of_link(work))
         if self.accelerator.is_cpu:  # a CPU computes synchronously instead of launching
             self.record().wait()
+
+    def _duration(self, work: KernelCost) -> int:
+        return round(duration(work, self.accelerator) * self.time_scale)
+
+    def _taken_of_link(self, work: KernelCost) -> dict[str, int]:
+        """Nanoseconds that an exchange through the host takes of copies in each direction."""
+        if work.kind not in EXCHANGES:
+            return {}
+        seconds = self.accelerator.exchange_link_seconds(work.kind, work.amounts.traffic)
+        return dict.fromkeys(("in", "out"), round(seconds * self.time_scale * 1e9))
 
     def _keep(self, workspaces: Sequence[int]) -> None:
         for size in workspaces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,14 +64,19 @@ class Timeline:
     _streams: dict[int, Time] = field(default_factory=dict)  # end of the submitted work, by stream
     _engines: dict[str, Time] = field(default_factory=dict)
 
-    def run(self, stream: int, engine: str, duration: int, *, of_host: int = 0) -> tuple[int, int]:
+    def run(
+        self, stream: int, engine: str, duration: int, *, of_host: int = 0, taking: Mapping[str, int] | None = None
+    ) -> tuple[int, int]:
         """Submit work of `duration` nanoseconds on `engine` to `stream`; return its begin and end.
 
-        `of_host`: so many of them are the host's work, in a repeated call of both.
+        `of_host`: so many of them are the host's work, in a repeated call of both. `taking`: other engines of which it
+        takes so many nanoseconds, after what they do already; it does not wait for these.
         """
         self.host.work(self.launch)
         begin = max(self.host.time, self._streams.get(stream, Time()), self._engines.get(engine, Time()))
         self._streams[stream] = self._engines[engine] = end = begin.after(duration, of_host)
+        for other, taken in (taking or {}).items():
+            self._engines[other] = max(begin, self._engines.get(other, Time())).after(taken)
         return begin.now, end.now
 
     def record(self, stream: int) -> Point:
