@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.simulator.allocator import AllocatorEvent, CachingAllocator, CardFull
-from tightfit.simulator.allocator_replay import allocator_events_of, least_capacity, replay
+from tightfit.simulator.allocator_replay import allocator_events_of, least_capacity, replay, rounded_peak
 from tightfit.simulator.blocks import Block, rounded, segment_size
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -292,17 +292,15 @@ def test_segments_of_both_kinds() -> None:
 
 def _least_by_trying(history: list[AllocatorEvent], *, expandable: bool, within: float) -> int:
     """What `least_capacity` says, found by replaying all of it for each card that it looks at."""
-    roomy = replay(history, 2**60, expandable=expandable)
-    largest = max((segment_size(rounded(step.size)) for step in history if step.what == "malloc"), default=0)
-    fits = (roomy.reserved.peak + (largest if expandable else 0)) // (2 * MIB)
-    fails = roomy.allocated.peak // (2 * MIB) - 1
-    while fits - fails > max(1, within * fits):
-        middle = (fits + fails) // 2
+    fails = rounded_peak(history) // (2 * MIB) - 1
+    fits, step = None, max(1, int(within * fails))
+    while fits is None or fits - fails > max(1, within * fails):
+        tried = fails + step if fits is None else (fits + fails) // 2
         try:
-            replay(history, middle * 2 * MIB, expandable=expandable)
-            fits = middle
+            replay(history, tried * 2 * MIB, expandable=expandable)
+            fits = tried
         except CardFull:
-            fails = middle
+            fails, step = tried, 2 * step
     return fits * 2 * MIB
 
 

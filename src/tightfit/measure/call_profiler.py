@@ -18,7 +18,7 @@ from tightfit.measure.outer_modules import follow_outer_modules
 from tightfit.measure.passes import KernelCounter, OpenBlockUse, OpenCall, OpenPhase, find_phase, weight_blocks
 from tightfit.schema.footprint import Phase
 from tightfit.simulator.allocator import AllocatorEvent
-from tightfit.simulator.allocator_replay import least_capacity, replay, rounded_peak
+from tightfit.simulator.allocator_replay import ROUGH, least_capacity, replay, rounded_peak
 from tightfit.simulator.backward import follow_nodes
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
@@ -45,7 +45,7 @@ class CallProfiler:
 
     def __init__(self, card: SimulatedCard, *, expandable: bool = True) -> None:
         """`expandable`: compute allocator bytes for expandable segments."""
-        self._card, self._expandable = card, expandable
+        self._card, self._expandable, self._within = card, expandable, 0.0
         free_dead_tensors()
         self._weights = card.allocator.allocated.now - card.workspace_bytes
         self._began = len(card.allocator.history)
@@ -57,9 +57,13 @@ class CallProfiler:
         self._own: dict[int, int] = {}  # bytes of components' weights by block number
         self._begin_call()
 
-    def for_another_call(self, components: Mapping[str, nn.Module]) -> CallProfiler:
-        """Return a profiler for another call of the same `components`; memory left by earlier calls is not weights."""
+    def for_another_call(self, components: Mapping[str, nn.Module], *, rough: bool = False) -> CallProfiler:
+        """Return a profiler for another call of the same `components`; memory left by earlier calls is not weights.
+
+        `rough`: phases' allocator bytes may be up to 1 % more than needed.
+        """
         other = copy.copy(self)
+        other._within = ROUGH if rough else 0.0
         other._own = weight_blocks(components)
         other._weights += sum(other._own.values()) - sum(self._own.values())
         other._began = len(self._card.allocator.history)
@@ -124,9 +128,9 @@ class CallProfiler:
         more = 0
         if phase.peak > rounded_peak(history):  # at most the bytes allocated, and faster to compute
             more = max(0, phase.peak - replay(history, 2**60).allocated.peak)
-        if self._expandable:
-            return least_capacity(history, expandable=True) + more
-        return least_capacity(self._history(self._phases[0].began, end)) + more
+        if not self._expandable:
+            history = self._history(self._phases[0].began, end)
+        return least_capacity(history, expandable=self._expandable, within=self._within) + more
 
     def _history(self, begin: int, end: int) -> list[AllocatorEvent]:
         """Allocator events between two of its steps, after allocations of all activations live at the first."""

@@ -126,18 +126,28 @@ class CallReplayer:
             layers, whole = self._given[place]
             return tree_unflatten([layer() for layer in layers], whole)
         output = self._forward(*args, **kwargs)
-        layers, whole = tree_flatten(output)
-        if not self._again and all(isinstance(layer, _PLAIN) for layer in layers):
-            self._given[place] = [_copy_of(layer) for layer in layers], whole
+        if not self._again:
+            layers, whole = tree_flatten(output)
+            copies = [_copy_of(layer) for layer in layers]
+            if None not in copies:
+                self._given[place] = [copy for copy in copies if copy is not None], whole
         return output
 
 
-_PLAIN = (torch.Tensor, bool, int, float, str, type(None))
+_LIBRARIES = ("diffusers.", "transformers.")
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, type, type(None))
 
 
-def _copy_of(value: Any) -> Callable[[], Any]:
-    """Return a function that makes `value` again; a tensor on a card without values is made with the same layout."""
-    if not isinstance(value, torch.Tensor) or value.device.type != NAME:
+def _copy_of(value: Any) -> Callable[[], Any] | None:
+    """Return a function that makes `value` again; None for other than tensors, plain values and objects of them.
+
+    A tensor on a card without values is made with the same layout. A language model's keys and values are in objects.
+    """
+    if isinstance(value, _PLAIN):
+        return lambda: value
+    if not isinstance(value, torch.Tensor):
+        return _copy_of_object(value)
+    if value.device.type != NAME:
         return lambda: value
     device = value.device
     if store_of(value).values is not None:
@@ -145,6 +155,24 @@ def _copy_of(value: Any) -> Callable[[], Any]:
         return lambda: kept.to(device)
     shape, strides, dtype = value.shape, value.stride(), value.dtype
     return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _copy_of_object(value: Any) -> Callable[[], Any] | None:
+    """As `_copy_of`, for an object of the libraries that has only attributes; those may be in lists, say."""
+    kind = type(value)
+    if not kind.__module__.startswith(_LIBRARIES) or any(getattr(each, "__slots__", ()) for each in kind.__mro__):
+        return None
+    layers, whole = tree_flatten(vars(value))
+    copies = [copy for layer in layers if (copy := _copy_of(layer)) is not None]
+    if len(copies) < len(layers):
+        return None
+
+    def again() -> Any:
+        made = object.__new__(kind)
+        vars(made).update(tree_unflatten([copy() for copy in copies], whole))
+        return made
+
+    return again
 
 
 def _repeat(recorded: _RecordedPass, recorder: Recorder, card: SimulatedCard) -> Any:

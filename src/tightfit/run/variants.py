@@ -123,7 +123,7 @@ class VariantSimulator:
         self._simulation.card.allocator.empty_cache()
         with ExitStack() as undo:
             self._vary(variant, undo)
-            profiler = before.for_another_call(self._simulation.components)
+            profiler = before.for_another_call(self._simulation.components, rough=True)
             if variant.ffn_chunk is not None:
                 profiler.chunked = self._feed_forwards
             profiler.follow(self._simulation.components, undo, self._simulation.differentiated)

@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from tightfit.simulator.allocator import AllocatorEvent, CachingAllocator, CardFull
-from tightfit.simulator.blocks import LARGE_ROUNDING, Block, Counter, growable_size, range_size, rounded, segment_size
+from tightfit.simulator.blocks import LARGE_ROUNDING, Block, Counter, growable_size, range_size, rounded
 
-__all__ = ["allocator_events_of", "least_capacity", "replay", "reserved_for", "rounded_peak"]
+__all__ = ["ROUGH", "allocator_events_of", "least_capacity", "replay", "reserved_for", "rounded_peak"]
+
+ROUGH = 0.01  # relative excess over the smallest capacity with which finding it takes less than half of the time
 
 
 class _Passed:
@@ -138,21 +140,19 @@ def allocator_events_of(moves: Iterable[int]) -> Iterator[AllocatorEvent]:
 def least_capacity(history: Sequence[AllocatorEvent], *, expandable: bool = False, within: float = 0.0) -> int:
     """Smallest capacity in bytes on which `history` fits, with caches released where needed; a multiple of 2 MiB.
 
-    `within` is the allowed relative excess over the smallest capacity.
+    `within` is the allowed relative excess over the smallest capacity. Capacities are tried from the least that could
+    do upwards, in steps that double, and then between the last two: most histories need little more than the least.
     """
-    roomy = _Trial(history, 2**60, expandable=expandable)
-    largest = max((segment_size(rounded(step.size)) for step in history if step.what == "malloc"), default=0)
-    enough = roomy.reserved.peak + (largest if expandable else 0)  # with that, no request exceeds the limit
-    fits, fails = enough // LARGE_ROUNDING, roomy.allocated.peak // LARGE_ROUNDING - 1
-    trials = [roomy]
-    while fits - fails > max(1, within * fits):
-        middle = (fits + fails) // 2
-        capacity = middle * LARGE_ROUNDING
+    fails = rounded_peak(history) // LARGE_ROUNDING - 1
+    fits, step, trials = math.inf, max(1, int(within * fails)), list[_Trial]()
+    while fits - fails > max(1, within * fails):
+        tried = fails + step if fits == math.inf else int(fits + fails) // 2
+        capacity = tried * LARGE_ROUNDING
         known = next((trial for trial in trials if trial.tells(capacity)), None)
         if known is None:
             trials.append(known := _Trial(history, capacity, expandable=expandable))
         if known.fits:
-            fits = middle
+            fits = tried
         else:
-            fails = middle
-    return fits * LARGE_ROUNDING
+            fails, step = tried, 2 * step
+    return int(fits) * LARGE_ROUNDING

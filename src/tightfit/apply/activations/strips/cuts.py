@@ -1,6 +1,6 @@
 """Minimum cut through a graph: the cheapest nodes to keep so that nothing else is needed between source and sink.
 
-Of several with the same cost it is the one nearest to the sink. networkx finds it; most nodes of a program cannot be
+Of several with the same cost it is the one nearest to the sink. Most nodes of a program cannot be
 part of it, and are merged with a neighbour first.
 """
 
@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
-import networkx
-from networkx.algorithms.flow import shortest_augmenting_path
+from tightfit.apply.activations.strips.max_flow import FlowGraph
 
 __all__ = ["NEVER", "Network"]
 
 NEVER = 1 << 62  # cost of an edge that must not be cut
-_BEGIN, _END = "there", "later"
 
 
-@dataclass
+@dataclass(slots=True)
 class _CutNode:
     price: int = 0  # cost of keeping it
     given: int = 0  # cost of getting it otherwise: NEVER if it is available, 0 if it is only made from its arguments
@@ -54,18 +51,20 @@ class Network:
     def cheapest_cut(self) -> set[int]:
         """Return the nodes to keep. The network is used up."""
         self._join()
-        flow: Any = networkx.DiGraph()
-        flow.add_nodes_from((_BEGIN, _END))
+        places = {number: 2 * (place + 1) for place, number in enumerate(self._nodes)}  # begins; ends are next to them
+        flow = FlowGraph(2 * len(places) + 2)
         for number, node in self._nodes.items():
-            flow.add_edge((number, 0), (number, 1), capacity=node.price)
+            begin = places[number]
+            flow.add_edge(begin, begin + 1, node.price)
             if node.given:
-                flow.add_edge(_BEGIN, (number, 0), capacity=min(node.given, NEVER))
+                flow.add_edge(0, begin, min(node.given, NEVER))
             if node.asked:
-                flow.add_edge((number, 1), _END, capacity=NEVER)
+                flow.add_edge(begin + 1, 1, NEVER)
             for taker in node.takers:
-                flow.add_edge((number, 1), (taker, 0), capacity=NEVER)
-        _, (near, _) = networkx.minimum_cut(flow, _BEGIN, _END, flow_func=shortest_augmenting_path)
-        return {number for number in self._nodes if (number, 0) in near and (number, 1) not in near}
+                flow.add_edge(begin + 1, places[taker], NEVER)
+        flow.maximize()
+        behind = flow.reaching_sink()
+        return {number for number, begin in places.items() if begin not in behind and begin + 1 in behind}
 
     def _join(self) -> None:
         """Merge nodes that need not be cut with a neighbour, until no such node is left."""

@@ -24,14 +24,13 @@ from tightfit.apply.activations.strips.schedule import (
 from tightfit.apply.activations.strips.stages import Stage, StageGraph, find_stages
 from tightfit.measure.forked_work import in_parallel
 from tightfit.schema.footprint import FeatureMaps
-from tightfit.simulator.allocator_replay import allocator_events_of, least_capacity
+from tightfit.simulator.allocator_replay import ROUGH, allocator_events_of, least_capacity
 
 __all__ = ["PlannedStage", "StripPlan", "fewest_strips", "find_strip_plan", "peak_of_stages", "planned_stages_of"]
 
 FIRST = 5  # strips whose peak stands for that of the others
 PRICES = (math.inf, *(10 ** (-step / 4) for step in range(4, 25)), 0.0)  # bytes kept per operation not recomputed
 FEWEST = 4  # fewest strips with which a stage's copies and its arithmetic overlap
-ROUGH = 0.01  # relative error allowed in an allocator's need, upwards
 MOST_STEPS = 20_000  # of a stage of one rank's rows: of longer ones, those of clips, planning would take minutes
 WORTH = 0.98  # of the peak; more strips have to get below it to be worth their overhead
 
