@@ -28,6 +28,7 @@ class RankStage:
 
     `reads` has the rows of each kept map that each rank's steps read, `stores` those that it keeps, and `wholes` the
     maps of which every rank needs rows at once: before the stage's operations on whole tensors, and before its strips.
+    `used_up` has those of them that no step of a strip takes after a node.
     """
 
     stage: Stage
@@ -36,6 +37,7 @@ class RankStage:
     stores: Mapping[int, Sequence[Span]]
     wholes: tuple[Mapping[int, Span], Mapping[int, Span]]
     attends: Mapping[int, Sequence[Span]]  # queries of each rank, by attention whose keys are not gathered
+    used_up: Mapping[int, Sequence[int]]
 
 
 class RankPlan:
@@ -90,7 +92,18 @@ class RankPlan:
         queries = {index: [_rows_of(index, each) for each in strips] for index in stage.strips}
         attends = {index: spans for index, spans in queries.items() if count == 1 and self._exchanges(index, spans)}
         before, among = self._taken_whole(stage.whole, {}), self._taken_whole(stage.strips, attends)
-        return RankStage(stage, strips, reads, stores, (before, among), attends)
+        keys = {source for index in attends for source in self.graph.program.nodes[index].sources[1:3]}
+        used_up = self._used_up(stage, keys.union(among))
+        return RankStage(stage, strips, reads, stores, (before, among), attends, used_up)
+
+    def _used_up(self, stage: Stage, maps: set[int]) -> dict[int, list[int]]:
+        """Return, by the last node of `stage` that takes them, which of `maps` no later step takes."""
+        nodes = self.graph.program.nodes
+        last = {source: index for index in stage.strips for source in maps.intersection(nodes[index].sources)}
+        found: dict[int, list[int]] = {}
+        for source, index in last.items():
+            found.setdefault(index, []).append(source)
+        return found
 
     def _exchanges(self, index: int, queries: Sequence[Span]) -> bool:
         """Whether ranks exchange keys or heads of this node, an attention, instead of gathering its keys."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,6 +13,7 @@ from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.program_inputs import LiveWeights
 from tightfit.apply.activations.strips.rows import Span, argument, crop
 from tightfit.apply.activations.strips.runner import NOTHING, Runner
+from tightfit.apply.activations.strips.stages import Stage
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.strip_plan import PlannedStage
 from tightfit.apply.context_parallel.attention import AttentionInputs, attend_by_heads, attend_in_ring
@@ -21,6 +23,10 @@ from tightfit.apply.context_parallel.row_shares import transfers
 from tightfit.measure.recorder import Recorder
 
 __all__ = ["RankRunner"]
+
+
+# bytes of rows whose statistics are computed at once: contiguous and in float32, rows are copied for that
+MEASURED_AT_ONCE = 2**24
 
 
 class RankRunner(Runner):
@@ -47,9 +53,11 @@ class RankRunner(Runner):
                 self._gather(index, rows)
             self._exchange(planned.reads)
             self._measuring = {index: Statistics(groups) for index, groups in self._groups.items()}
-            for strip in strips:
+            for number, strip in enumerate(strips, start=1):
                 for step in strip:
                     self.do(step)
+                    if number == len(strips):
+                        self._free(planned.used_up.get(step.node, ()), stage)
             self._return()
             self.end(stage)
             self._stored |= planned.stores
@@ -170,6 +178,13 @@ class RankRunner(Runner):
             return attend_in_ring(inputs, shares, self._group)
         return attend_by_heads(inputs, self._attends[index], shares, self._group)
 
+    def _free(self, maps: Iterable[int], stage: Stage) -> None:
+        """Free what was gathered of `maps`, which no later step of `stage` takes, and what no later stage needs."""
+        for index in maps:
+            self._gathered.pop(index, None)
+            if index in stage.drops:
+                self._drop([index])
+
     def _drop(self, indices: Iterable[int]) -> None:
         listed = list(indices)
         super()._drop(listed)
@@ -178,8 +193,9 @@ class RankRunner(Runner):
 
     def _measure(self, index: int, rows: torch.Tensor, span: Span) -> None:
         own = self._own(index, span)
-        if own.lo < own.hi:
-            super()._measure(index, crop(rows, self._nodes[index].axis or 0, span, own), own)
+        size = (own.hi - own.lo) * self._nodes[index].row_bytes
+        for lo, hi in itertools.pairwise(_even_ends(own, -(-size // MEASURED_AT_ONCE))):
+            super()._measure(index, crop(rows, self._nodes[index].axis or 0, span, Span(lo, hi)), Span(lo, hi))
 
     def _write(self, index: int, rows: torch.Tensor, span: Span) -> None:
         own = self._own(index, span)
@@ -205,6 +221,13 @@ class _RankMapBuffer(DeviceMapBuffer):
     def remove(self, span: Span) -> None:
         """Free a piece as it was put; it may be gone already."""
         self._strips = [piece for piece in self._strips if piece[0] != span]
+
+
+def _even_ends(span: Span, count: int) -> list[int]:
+    """Return where `count` pieces of `span` begin and end, or pieces of one row if it has fewer; one end if empty."""
+    rows = span.hi - span.lo
+    count = min(count, rows)
+    return [span.lo, *(span.lo + rows * (piece + 1) // count for piece in range(count))]
 
 
 def _common(one: Span, other: Span) -> Span:
