@@ -137,11 +137,11 @@ class ComponentCost:
         self._flow.now = max(self._flow.now, now)
         left_out, after = self._left_out(call, segments)
         again, then = self._foretold(call), self._foretold(following)
+        foretold = self._cost_model.foretold(call, self._granularity)
         seconds: list[float] = []
         while len(seconds) < min(runs, SIMULATED_CALLS) and not self._flow.complete and not _steady(seconds):
             if strip_profile is None:
                 last = len(seconds) + 1 == runs
-                foretold = [segment.group for segment in segments if segment.group] if call.shares_rows else []
                 left = then if last else again
                 seconds.append(self._flow.work(segments, left_out=left_out, after=after, then=left, foretold=foretold))
             else:

@@ -40,6 +40,7 @@ class CostModel:
         # what ids belong to is kept, so that they are not used again
         self._plain_segments: dict[int, tuple[Sequence[KernelGroup], ComputeSegment]] = {}  # by id() of layers' work
         self._segments: dict[tuple[int, Granularity], tuple[ComponentCall, list[ComputeSegment]]] = {}
+        self._foretold: dict[tuple[int, Granularity], tuple[ComponentCall, list[str]]] = {}
         self._timings: dict[tuple[int, float, Granularity | None], tuple[StripProfile, list[StripStageTiming]]] = {}
         self._resident_seconds: dict[tuple[int, float, Granularity | None], tuple[StripProfile, float]] = {}
 
@@ -52,6 +53,14 @@ class CostModel:
         if key not in self._segments:
             self._segments[key] = call, self._joined(call, granularity)
         return self._segments[key][1]
+
+    def foretold(self, call: ComponentCall, granularity: Granularity) -> list[str]:
+        """Return the weight groups that a call announces when it begins, in order; none unless it shares its rows."""
+        key = id(call), granularity
+        if key not in self._foretold:
+            segments = self.segments(call, granularity) if call.shares_rows else []
+            self._foretold[key] = call, [segment.group for segment in segments if segment.group]
+        return self._foretold[key][1]
 
     def decided_after(self, call: ComponentCall, granularity: Granularity) -> int:
         """Return how many segments of a call run before it is known that it leaves something out."""

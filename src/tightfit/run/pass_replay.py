@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -128,14 +128,19 @@ class CallReplayer:
         output = self._forward(*args, **kwargs)
         if not self._again:
             layers, whole = tree_flatten(output)
-            copies = [_copy_of(layer) for layer in layers]
-            if None not in copies:
-                self._given[place] = [copy for copy in copies if copy is not None], whole
+            if (copies := _copies_of(layers)) is not None:
+                self._given[place] = copies, whole
         return output
 
 
 _LIBRARIES = ("diffusers.", "transformers.")
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type, type(None))
+
+
+def _copies_of(values: Sequence[Any]) -> list[Callable[[], Any]] | None:
+    """Return a function for each value that makes it again; None if there is none for one of them."""
+    copies = [copy for value in values if (copy := _copy_of(value)) is not None]
+    return copies if len(copies) == len(values) else None
 
 
 def _copy_of(value: Any) -> Callable[[], Any] | None:
@@ -160,11 +165,12 @@ def _copy_of(value: Any) -> Callable[[], Any] | None:
 def _copy_of_object(value: Any) -> Callable[[], Any] | None:
     """As `_copy_of`, for an object of the libraries that has only attributes; those may be in lists, say."""
     kind = type(value)
-    if not kind.__module__.startswith(_LIBRARIES) or any(getattr(each, "__slots__", ()) for each in kind.__mro__):
+    slots = any(getattr(each, "__slots__", ()) for each in kind.__mro__)
+    if slots or isinstance(value, nn.Module) or not kind.__module__.startswith(_LIBRARIES):
         return None
     layers, whole = tree_flatten(vars(value))
-    copies = [copy for layer in layers if (copy := _copy_of(layer)) is not None]
-    if len(copies) < len(layers):
+    copies = None if any(layer is value for layer in layers) else _copies_of(layers)
+    if copies is None:
         return None
 
     def again() -> Any:

@@ -28,7 +28,7 @@ class RankStage:
 
     `reads` has the rows of each kept map that each rank's steps read, `stores` those that it keeps, and `wholes` the
     maps of which every rank needs rows at once: before the stage's operations on whole tensors, and before its strips.
-    `used_up` has those of them that no step of a strip takes after a node.
+    `used_up` has, by the last node of a strip that takes them, the maps that attention and others took at once.
     """
 
     stage: Stage

@@ -10,7 +10,7 @@ __all__ = ["FlowGraph"]
 class FlowGraph:
     """Nodes 0 to `count` - 1, of which 0 is the source and 1 the sink, and edges with integer capacities.
 
-    networkx makes objects of nodes and edges: a clip's cuts took it ten times as long.
+    networkx makes objects of nodes and edges: a clip's cuts took it five times as long.
     """
 
     def __init__(self, count: int) -> None:
