@@ -59,7 +59,8 @@ class CallProfiler:
 
     def for_another_call(self, components: Mapping[str, nn.Module], *, rough: bool = False) -> CallProfiler:
         """Return a profiler for another call of the same `components`; memory left by earlier calls is not weights.
-        With `rough`, allocator bytes may be up to 1 % more than needed."""
+        With `rough`, allocator bytes may be up to 1 % more than needed.
+        """
         other = copy.copy(self)
         other._within = ROUGH if rough else 0.0
         other._own = weight_blocks(components)

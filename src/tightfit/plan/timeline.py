@@ -85,7 +85,9 @@ class TransferSimulator(PrefetchPolicy[str]):
         then: Collection[str] = (),
         foretold: Sequence[str] = (),
     ) -> float:
-        """Simulate a call that consists of `segments`; return its seconds. It may say which groups it uses: `foretold`.
+        """Simulate a call that consists of `segments`; return its seconds.
+
+        `foretold`: the groups that it uses, in order, if it announces them when it begins.
 
         From the segment number `after` on, it is known that none of the groups `left_out` is needed in this call; from
         the beginning on, that none of the groups `then` is needed in the next one.
