@@ -100,7 +100,9 @@ def main() -> None:
         seen.counted = max(seen.counted, counted)
         if ask or any(processes.values()) or counted >= asked + STEP:
             asked = max(asked, counted)
-            seen.most = max(seen.most, _sum(processes, "smaps_rollup", "Pss_Anon:"))
+            now = _sum(processes, "smaps_rollup", "Pss_Anon:")
+            if _found(pid, own) == processes:  # else what a copy shared, that began or ended meanwhile, counted twice
+                seen.most = max(seen.most, now)
 
     look(ask=True)
     print("begun", flush=True)
