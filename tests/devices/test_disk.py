@@ -165,13 +165,6 @@ def test_long_reads_go_in_steps(reader: DiskReader, direct_folder: Path, monkeyp
     assert 0 < reader.seconds_busy < 60
 
 
-@pytest.fixture(scope="module")
-def small_steps() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_file, "STEP", 2 * SECTOR)
-        yield
-
-
 PIECES = st.tuples(
     st.integers(0, LENGTH) | st.sampled_from(range(0, LENGTH, SECTOR)),  # from where in the file
     st.integers(0, LENGTH),  # how much, at most to its end
@@ -182,7 +175,6 @@ PIECES = st.tuples(
 
 @settings(max_examples=200, deadline=None)
 @given(cases=st.lists(PIECES, max_size=5))
-@pytest.mark.usefixtures("small_steps")
 def test_any_extents_are_read_exactly(cases: list[tuple[int, int, int, int]], shared: tuple[DiskReader, Path]) -> None:
     reader, path = shared
     content, room = noise(LENGTH), 8 * SECTOR
@@ -195,7 +187,9 @@ def test_any_extents_are_read_exactly(cases: list[tuple[int, int, int, int]], sh
         direct = offset % SECTOR == 0 and lead == 0 and size + more >= sectors and reads_directly(path.parent)
         came += min(sectors, LENGTH - offset) if direct else 0
         places.append((start, offset, size, sectors if direct else size))
-    reader.read(pieces).wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk_file, "STEP", 2 * SECTOR)
+        reader.read(pieces).wait()
     assert reader.direct_bytes - before == came
     for start, offset, size, written in places:
         assert text_of(memory[start : start + size]) == content[offset : offset + size]
@@ -303,6 +297,26 @@ def test_what_is_in_the_page_cache_is_copied_from_there_where_that_is_wanted(dir
     path.read_bytes()
     assert direct_bytes(cached=True) == 0
     assert direct_bytes(cached=False) == size
+
+
+def test_no_more_absent_pages_are_asked_for_than_were_in_the_page_cache(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would begin to read those that are asked for, and on a fast disk the next look would find them."""
+    held, asked, path = 5 * SECTOR, list[int](), direct_folder / "file"
+    path.write_bytes(noise(64 * SECTOR))
+
+    def from_cache(handle: int, views: list[memoryview], offset: int, flags: int) -> int:
+        asked.append(len(views[0]))
+        if offset >= held:
+            raise BlockingIOError
+        return min(len(views[0]), held - offset)
+
+    target = arena(64 * SECTOR)
+    with closing(disk_file.DiskFile(path, cached=True)) as file:
+        monkeypatch.setattr(os, "preadv", from_cache)
+        assert file.read(disk_file.ReadTarget.of(Extent(path, 0, 64 * SECTOR), target), 0) == (held, 0)
+    assert asked == [SECTOR, 2 * SECTOR, 4 * SECTOR]
 
 
 @pytest.mark.parametrize("good_steps", [0, 1])

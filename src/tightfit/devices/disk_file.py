@@ -119,17 +119,24 @@ class DiskFile:
         return count, 0
 
     def _read_cached(self, view: memoryview, offset: int) -> int:
-        """Copy bytes from the page cache until one is not there; return their count."""
+        """Copy bytes from the page cache until one is not there; return their count.
+
+        A read of absent pages makes the kernel begin to read them all, so each read asks for twice as much as the last.
+        """
+        count, wanted = 0, SECTOR
         try:
             if self._cache is None:
                 self._cache = os.open(f"/proc/self/fd/{self._buffered}", os.O_RDONLY | NO_WAIT)
                 os.posix_fadvise(self._cache, 0, 0, os.POSIX_FADV_RANDOM)  # or absent pages would be read ahead
-            # first one byte: a longer read of absent pages would begin to read them all
-            return os.preadv(self._cache, [view[:1]], offset, os.RWF_NOWAIT) and os.preadv(
-                self._cache, [view], offset, os.RWF_NOWAIT
-            )
+            while part := view[count : count + wanted]:
+                came = os.preadv(self._cache, [part], offset + count, os.RWF_NOWAIT)
+                count += came
+                if came < wanted:
+                    break
+                wanted *= 2
+            return count
         except BlockingIOError:
-            return 0
+            return count
         except OSError as error:  # a file system that cannot tell
             if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
                 raise
