@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.simulator.allocator import AllocatorEvent, CachingAllocator, CardFull
-from tightfit.simulator.allocator_replay import allocator_events_of, least_capacity, replay, rounded_peak
+from tightfit.simulator.allocator_replay import (
+    least_capacity,
+    least_capacity_of_moves,
+    lowest_fitting,
+    replay,
+    rounded_peak,
+)
 from tightfit.simulator.blocks import Block, rounded, segment_size
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -290,18 +296,45 @@ def test_segments_of_both_kinds() -> None:
     assert allocator.reserved.now == (50 + 40 + 30) * MIB
 
 
-def _least_by_trying(history: list[AllocatorEvent], *, expandable: bool, within: float) -> int:
+def _events_of(moves: list[int]) -> list[AllocatorEvent]:
+    """Of equal sizes the oldest is freed first."""
+    there: dict[int, list[int]] = {}
+    events = []
+    for number, size in enumerate(moves):
+        if size > 0:
+            there.setdefault(size, []).append(number)
+            events.append(AllocatorEvent("malloc", number, size))
+        else:
+            events.append(AllocatorEvent("free", there[-size].pop(0)))
+    return events
+
+
+def _least_by_replaying(history: list[AllocatorEvent], *, expandable: bool, within: float) -> int:
     """What `least_capacity` says, found by replaying all of it for each card that it looks at."""
-    fails = rounded_peak(history) // (2 * MIB) - 1
-    fits, step = None, max(1, int(within * fails))
-    while fits is None or fits - fails > max(1, within * fails):
-        tried = fails + step if fits is None else (fits + fails) // 2
+
+    def lacking(capacity: int) -> int:
         try:
-            replay(history, tried * 2 * MIB, expandable=expandable)
-            fits = tried
-        except CardFull:
-            fails, step = tried, 2 * step
-    return fits * 2 * MIB
+            replay(history, capacity, expandable=expandable)
+        except CardFull as full:
+            return full.reserved + segment_size(rounded(full.requested))
+        return 0
+
+    least = lowest_fitting(rounded_peak(history), lacking, within)
+    assert lacking(least) == 0
+    return least
+
+
+@given(
+    peak=st.integers(0, 200 * MIB), least=st.integers(1, 200), within=st.sampled_from([0.0, 0.01, 0.1]),
+    hints=st.lists(st.integers(0, 300 * MIB), min_size=1),
+)  # fmt: skip
+def test_the_lowest_that_fits_is_found_whatever_a_failing_one_lacks(
+    peak: int, least: int, within: float, hints: list[int]
+) -> None:
+    least, following = max(least, -(-peak // (2 * MIB))), itertools.cycle(hints)
+    found = lowest_fitting(peak, lambda capacity: 0 if capacity >= least * 2 * MIB else next(following) + 1, within)
+    assert found % (2 * MIB) == 0
+    assert least <= found // (2 * MIB) <= max(least, least * (1 + within))
 
 
 @settings(deadline=None, max_examples=100)
@@ -321,9 +354,10 @@ def test_what_a_trial_tells_of_other_cards_is_what_they_would_do(
         moves.append(size)
         while there and order.random() < 0.45:
             moves.append(-there.pop(order.randrange(len(there))))
-    history = list(allocator_events_of(moves))
-    expected = _least_by_trying(history, expandable=expandable, within=within)
+    history = _events_of(moves)
+    expected = _least_by_replaying(history, expandable=expandable, within=within)
     assert least_capacity(history, expandable=expandable, within=within) == expected
+    assert least_capacity_of_moves(moves, expandable=expandable, within=within) == expected
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -344,7 +378,7 @@ def test_few_cards_are_tried_for_the_least_that_does(expandable: bool, monkeypat
         else:
             there.append(order.randrange(1, 64 * MIB))
             moves.append(there[-1])
-    history = list(allocator_events_of(moves))
-    expected, all_of_them = _least_by_trying(history, expandable=expandable, within=0), len(tried)
+    history = _events_of(moves)
+    expected, all_of_them = _least_by_replaying(history, expandable=expandable, within=0), len(tried)
     assert least_capacity(history, expandable=expandable) == expected
     assert len(tried) - all_of_them < all_of_them

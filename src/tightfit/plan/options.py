@@ -241,6 +241,7 @@ def _identical_runs(calls: Sequence[ComponentCall]) -> Iterator[Iterator[Compone
     return (group for _, group in itertools.groupby(calls, key=id))
 
 
+StripOption = tuple[int | None, str]  # bytes for strips, and where feature maps are kept
 WorkloadKey = tuple[str, tuple[int, ...]]  # a component's name, and its number of calls each time that it is loaded
 
 
@@ -252,12 +253,16 @@ class SearchCache:
         self.option_sets: dict[tuple[WorkloadKey, WeightLocation, VaePlan], OptionSet] = {}
         self.min_bytes: dict[tuple[WorkloadKey, WeightLocation], int | None] = {}
 
-    def without(self, names: Collection[str]) -> SearchCache:
-        """Return a copy without the results of the components `names`."""
+    def without(self, names: Collection[str], strip_options: Collection[StripOption]) -> SearchCache:
+        """Return a copy without what depends on these strip options of the components `names`."""
         other = SearchCache()
         other.workloads = {key: workload for key, workload in self.workloads.items() if key[0] not in names}
-        other.option_sets = {key: option_set for key, option_set in self.option_sets.items() if key[0][0] not in names}
-        other.min_bytes = {key: size for key, size in self.min_bytes.items() if key[0][0] not in names}
+        other.option_sets = {
+            key: option_set
+            for key, option_set in self.option_sets.items()
+            if key[0][0] not in names or (key[2].strips, key[2].feature_maps) not in strip_options
+        }
+        other.min_bytes = self.min_bytes
         return other
 
 
@@ -270,19 +275,21 @@ class SearchCaches:
     def __init__(self) -> None:
         self._caches: dict[int, SearchCache] = {}
         self._calls: list[object] = []
-        self._strip_options: list[object] = []
+        self._strip_options: list[set[StripOption]] = []
 
     def caches_for(self, footprint: Footprint) -> dict[int, SearchCache]:
         """Return the caches for a search over `footprint`, by variant number; empty if it is of another call."""
         calls: list[object] = [phase.calls for phase in footprint.phases]
-        strip_options: list[object] = [
-            [(profile.strip_bytes, profile.feature_maps) for profile in phase.strip_options]
+        strip_options: list[set[StripOption]] = [
+            {(profile.strip_bytes, profile.feature_maps) for profile in phase.strip_options}
             for phase in footprint.phases
         ]
         if len(calls) != len(self._calls) or any(map(operator.is_not, calls, self._calls)):
             self._caches = {}
         elif strip_options != self._strip_options:
             names = {component.name for component in footprint.components if component.role == "autoencoder"}
-            self._caches = {number: cache.without(names) for number, cache in self._caches.items()}
+            pairs = zip(strip_options, self._strip_options, strict=True)
+            changed = set[StripOption]().union(*(now ^ before for now, before in pairs))
+            self._caches = {number: cache.without(names, changed) for number, cache in self._caches.items()}
         self._calls, self._strip_options = calls, strip_options
         return self._caches

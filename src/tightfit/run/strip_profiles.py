@@ -55,11 +55,11 @@ class StripOptionProfiler:
         `beside` more bytes are allocated all along, and `outside` bytes before or after. With `expandable`, the
         allocator's segments are expandable.
         """
-        strip_plan = Strips(self._program, strip_bytes, maps, self.mark, moves=True).strip_plan
+        strip_plan = Strips(self._program, strip_bytes, maps, self.mark).strip_plan
         if maps == "host" and not strip_plan.in_host:
             return None
-        stages, allocator_bytes = both(
-            lambda: self._stages(strip_plan), lambda: strip_plan.allocator_bytes(expandable=expandable)
+        stages, (peak, allocator_bytes) = both(
+            lambda: self._stages(strip_plan), lambda: strip_plan.peak_and_allocator_bytes(expandable=expandable)
         )
         made = (self._items - 1) * sum(self._program.nodes[index].bytes for index in self._program.outputs)
         needed = beside + made + max(allocator_bytes, strip_bytes)
@@ -67,7 +67,7 @@ class StripOptionProfiler:
             strip_bytes=strip_bytes,
             feature_maps=maps,
             allocator_bytes=max(needed, outside) + PAGES,
-            host_bytes=strip_plan.peak.host,
+            host_bytes=peak.host,
             batch_items=self._items,
             stages=stages,
         )

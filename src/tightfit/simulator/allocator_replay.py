@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 
 from tightfit.simulator.allocator import AllocatorEvent, CachingAllocator, CardFull
-from tightfit.simulator.blocks import LARGE_ROUNDING, Block, Counter, growable_size, range_size, rounded
+from tightfit.simulator.blocks import LARGE_ROUNDING, Block, Counter, growable_size, range_size, rounded, segment_size
 
-__all__ = ["ROUGH", "allocator_events_of", "least_capacity", "replay", "reserved_for", "rounded_peak"]
+__all__ = [
+    "ROUGH",
+    "least_capacity",
+    "least_capacity_of_moves",
+    "lowest_fitting",
+    "replay",
+    "reserved_for",
+    "rounded_peak",
+]
 
 ROUGH = 0.01  # relative excess over the smallest capacity with which finding it takes less than half of the time
 
@@ -65,14 +74,14 @@ class _Trial(CachingAllocator):
     only because of the end of a range, the range was long enough for it by `spare` bytes.
     """
 
-    def __init__(self, history: Iterable[AllocatorEvent], capacity: int, *, expandable: bool) -> None:
+    def __init__(self, play: Callable[[CachingAllocator], None], capacity: int, *, expandable: bool) -> None:
         super().__init__(capacity, _passed, expandable=expandable, keep=False)
         self._least, self._below, self._spare = 0, math.inf, math.inf
+        self.lacking = 0  # bytes that the card would have needed where it failed; 0 where it fits
         try:
-            _ask(self, history)
-            self.fits = True
-        except CardFull:
-            self.fits = False
+            play(self)
+        except CardFull as full:
+            self.lacking = full.reserved + segment_size(rounded(full.requested))
 
     def tells(self, capacity: int) -> bool:
         """Whether a card with `capacity` bytes would have made the same decisions."""
@@ -126,33 +135,65 @@ def rounded_peak(history: Iterable[AllocatorEvent]) -> int:
     return now.peak
 
 
-def allocator_events_of(moves: Iterable[int]) -> Iterator[AllocatorEvent]:
-    """Allocator events of `moves`, bytes allocated or (negative) freed; of equal sizes the oldest is freed first."""
-    there: dict[int, deque[int]] = {}
-    for number, size in enumerate(moves):
-        if size > 0:
-            there.setdefault(size, deque()).append(number)
-            yield AllocatorEvent("malloc", number, size)
-        elif there.get(-size):
-            yield AllocatorEvent("free", there[-size].popleft())
-
-
 def least_capacity(history: Sequence[AllocatorEvent], *, expandable: bool = False, within: float = 0.0) -> int:
     """Smallest capacity in bytes on which `history` fits, with caches released where needed; a multiple of 2 MiB.
 
-    `within` is the allowed relative excess over the smallest capacity. Capacities are tried from the least that could
-    do upwards, in steps that double, and then between the last two: most histories need little more than the least.
+    `within` is the allowed relative excess over the smallest capacity.
     """
-    fails = rounded_peak(history) // LARGE_ROUNDING - 1
-    fits, step, trials = math.inf, max(1, int(within * fails)), list[_Trial]()
-    while fits - fails > max(1, within * fails):
-        tried = fails + step if fits == math.inf else int(fits + fails) // 2
-        capacity = tried * LARGE_ROUNDING
-        known = next((trial for trial in trials if trial.tells(capacity)), None)
+    cards = _Cards(lambda allocator: _ask(allocator, history), expandable=expandable)
+    return lowest_fitting(rounded_peak(history), cards.lacking, within)
+
+
+def least_capacity_of_moves(moves: Sequence[int], *, expandable: bool = False, within: float = 0.0) -> int:
+    """As `least_capacity`, of bytes allocated or (negative) freed; of equal sizes the oldest is freed first."""
+    there = itertools.accumulate(rounded(size) if size > 0 else -rounded(-size) for size in moves)
+    cards = _Cards(lambda allocator: _ask_moves(allocator, moves), expandable=expandable)
+    return lowest_fitting(max(there, default=0), cards.lacking, within)
+
+
+def _ask_moves(allocator: CachingAllocator, moves: Iterable[int]) -> None:
+    there: defaultdict[int, deque[Block]] = defaultdict(deque)
+    malloc, free = allocator.malloc, allocator.free
+    for size in moves:
+        if size > 0:
+            there[size].append(malloc(size))
+        elif blocks := there[-size]:
+            free(blocks.popleft())
+
+
+class _Cards:
+    """Cards of different capacities, on each of which `play` allocates and frees the same."""
+
+    def __init__(self, play: Callable[[CachingAllocator], None], *, expandable: bool) -> None:
+        self._play, self._expandable = play, expandable
+        self._trials: list[_Trial] = []
+
+    def lacking(self, capacity: int) -> int:
+        """Return 0 if it fits on this card; otherwise the bytes that would have been enough where it failed."""
+        known = next((trial for trial in self._trials if trial.tells(capacity)), None)
         if known is None:
-            trials.append(known := _Trial(history, capacity, expandable=expandable))
-        if known.fits:
-            fits = tried
+            self._trials.append(known := _Trial(self._play, capacity, expandable=self._expandable))
+        return known.lacking
+
+
+def lowest_fitting(peak: int, lacking: Callable[[int], int], within: float) -> int:
+    """Return the smallest capacity for which `lacking` is 0, a multiple of 2 MiB; at least `peak` bytes are needed.
+
+    Capacities rise from the peak to what a failed one lacked, or in steps that double, whichever is more: most
+    histories need little more than their peak. The next is just so much below the first that fits that the search ends
+    if it fails; then the halves between two.
+    """
+    fails = peak // LARGE_ROUNDING - 1
+    step = max(1, int(within * fails))
+    fits = fails + step
+    while lack := lacking(fits * LARGE_ROUNDING):
+        fails, step = fits, 2 * step
+        fits = max(fails + step, -(-lack // LARGE_ROUNDING))
+    tried = fits - max(1, int(within * fits / (1 + within)))
+    while fits - fails > max(1, within * fails):
+        if lacking(tried * LARGE_ROUNDING):
+            fails = tried
         else:
-            fails, step = tried, 2 * step
-    return int(fits) * LARGE_ROUNDING
+            fits = tried
+        tried = (fits + fails) // 2
+    return fits * LARGE_ROUNDING

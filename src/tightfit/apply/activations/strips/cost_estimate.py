@@ -5,7 +5,10 @@ Does with layouts what the runner does with tensors; each operation is tried onc
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +18,7 @@ from tightfit.apply.activations.strips.op_costs import (
     HostLayouts,
     OpCostCache,
     OpLayout,
+    Outcome,
     StageCost,
     cloning,
     copying,
@@ -42,14 +46,29 @@ def profile_stages(
     return _CostEstimator(strip_plan, trials, layers).stages()
 
 
+class _Cut(NamedTuple):
+    """Rows of a node's arguments, and by how many rows more than there are is asked for, at both ends of each."""
+
+    wanted: Sequence[Span]
+    beyond: Sequence[int]
+
+
 class _CostEstimator(StripWalker[OpLayout]):
     """A run with layouts in place of tensors."""
 
     def __init__(self, strip_plan: StripPlan, trials: OpCostCache, layers: Mapping[str, str]) -> None:
         super().__init__(strip_plan.graph)
-        self._strip_plan, self._costs = strip_plan, StageCost(trials)
+        self._strip_plan, self._trials, self._costs = strip_plan, trials, StageCost(trials)
         program = self._graph.program
         self._kinds = program.kinds
+        # nodes that do the same to arguments that are computed in the same way; each source counts where it is first
+        numbers = defaultdict[Hashable, int](itertools.count().__next__)
+        self._alike = [
+            numbers[kind, *((node.sources.index(each.source), each.by_rows) for each in arguments)]
+            for kind, node, arguments in zip(self._kinds, self._nodes, self._graph.arguments, strict=True)
+        ]
+        self._cuts: dict[Hashable, _Cut] = {}
+        self._made: dict[Hashable, tuple[Outcome, Sequence[OpLayout]]] = {}
         self._layers = [_layers_of(node, self._nodes, layers) for node in self._nodes]
         self._weights = {i: self._new_output(node) for i, node in enumerate(self._nodes) if node.op in _FIXED}
         self._measured: set[int] = set()  # nodes measured in an earlier strip of this stage
@@ -111,26 +130,42 @@ class _CostEstimator(StripWalker[OpLayout]):
         self._costs.do(("copy", *layouts), layouts, copying)
 
     def _make(self, index: int, span: Span) -> OpLayout:
-        spans, layouts, places, beyond = [], [], [], list[int]()
-        uncut: dict[int, int] = {}  # first place of each source that is passed uncut: the same tensor at each place
-        for place, argument in enumerate(self._graph.arguments[index]):
-            reach = NOTHING if argument.needs is None else argument.needs(span)
-            wanted = reach.within(argument.rows)
-            beyond += wanted.lo - reach.lo, reach.hi - wanted.hi
-            there = self._there(argument, wanted)
-            rows = there if argument.needs is None else there.narrowed(argument.axis, wanted.hi - wanted.lo)
-            places.append(uncut.setdefault(argument.source, place) if rows is there else place)
-            spans.append(wanted)
-            layouts.append(rows)
+        kind = self._alike[index], span
+        cut = self._cuts.get(kind)
+        if cut is None:
+            cut = self._cuts[kind] = self._cut(index, span)
+        there = [self._there(*each) for each in zip(self._graph.arguments[index], cut.wanted, strict=True)]
+        made = kind, *map(id, there)
+        if made not in self._made:  # with what its ids are of, so that these stay
+            self._made[made] = self._outcome(index, span, cut, there), there
+        return self._costs.count(self._made[made][0])
+
+    def _cut(self, index: int, span: Span) -> _Cut:
+        """Rows of the arguments that the rows `span` of a node are made from, and what else about these matters."""
+        arguments, beyond = self._graph.arguments[index], list[int]()
+        reaches = [NOTHING if each.needs is None else each.needs(span) for each in arguments]
+        wanted = [reach.within(each.rows) for reach, each in zip(reaches, arguments, strict=True)]
+        for reach, own in zip(reaches, wanted, strict=True):
+            beyond += own.lo - reach.lo, reach.hi - own.hi
         if self._nodes[index].word == "pad":
             beyond += min(span.lo, BORDER), min(self._nodes[index].rows - span.hi, BORDER)
-        key: Hashable = self._kinds[index], span.hi - span.lo, *beyond, *places, *layouts
+        return _Cut(wanted, beyond)
+
+    def _outcome(self, index: int, span: Span, cut: _Cut, there: Sequence[OpLayout]) -> Outcome:
+        layouts, places = [], []
+        uncut: dict[int, int] = {}  # first place of each source that is passed uncut: the same tensor at each place
+        for place, (argument, wanted) in enumerate(zip(self._graph.arguments[index], cut.wanted, strict=True)):
+            whole = there[place]
+            rows = whole if argument.needs is None else whole.narrowed(argument.axis, wanted.hi - wanted.lo)
+            places.append(uncut.setdefault(argument.source, place) if rows is whole else place)
+            layouts.append(rows)
+        key: Hashable = self._kinds[index], span.hi - span.lo, *cut.beyond, *places, *layouts
 
         def prepare(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
-            given = [RowSlice(tensors[place], has) for place, has in zip(places, spans, strict=True)]
+            given = [RowSlice(tensors[place], has) for place, has in zip(places, cut.wanted, strict=True)]
             return self._making(index, span, given, tensors[-1])
 
-        return self._costs.do(key, [*layouts, ANYTHING], prepare)
+        return self._trials.outcome(key, [*layouts, ANYTHING], prepare)
 
     def _there(self, argument: StageArgument, wanted: Span) -> OpLayout:
         """Layout that the `wanted` rows of an argument are taken from."""

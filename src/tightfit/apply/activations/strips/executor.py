@@ -42,11 +42,10 @@ class StripConfig:
     strip_bytes: int
     maps: FeatureMaps
     mark: str = ""
-    moves: bool = False  # whether its strip plan records allocations and frees
 
     @cached_property
     def strip_plan(self) -> StripPlan:
-        return kept_strip_plan(self.mark, self.program, self.strip_bytes, self.maps, moves=self.moves)
+        return kept_strip_plan(self.mark, self.program, self.strip_bytes, self.maps)
 
     def described(self, planned: StripConfig) -> str:
         """How it differs from `planned`, as text."""

@@ -29,7 +29,6 @@ from tightfit.apply.activations.serialization import (
 )
 from tightfit.apply.activations.strips.export_graph import UnsupportedGraph
 from tightfit.apply.activations.strips.program import Node, Program, Ref
-from tightfit.apply.activations.strips.schedule import StripPeak
 from tightfit.apply.activations.strips.stages import Stage, StageGraph
 from tightfit.apply.activations.strips.strip_plan import StripPlan, find_strip_plan, planned_stages_of
 from tightfit.errors import ModelError
@@ -133,19 +132,16 @@ def kept_program(mark: str, double: nn.Module, inputs: Sequence[torch.Tensor], m
     return program
 
 
-def kept_strip_plan(mark: str, program: Program, working: int, maps: FeatureMaps, *, moves: bool = False) -> StripPlan:
-    """Return the strip plan of `program`, whose cache key is `mark`; if it is not cached yet, find and cache it.
-
-    With `moves`, a newly found one records allocations and frees; a cached one has none.
-    """
+def kept_strip_plan(mark: str, program: Program, working: int, maps: FeatureMaps) -> StripPlan:
+    """Return the strip plan of `program`, whose cache key is `mark`; if it is not cached yet, find and cache it."""
     folder = _folder("strip_plans")
     if not mark or folder is None:
-        return find_strip_plan(program, working, maps, moves=moves)
+        return find_strip_plan(program, working, maps)
     mark = f"{mark}-{code_mark():.16}-{working}-{maps}"
     file = folder / f"{mark}.zip"
     with contextlib.suppress(Exception), open_bundle(file) as bundle:  # damage counts as missing
         return strip_plan_from_json(_words(file, bundle, _STRIP_PLAN, mark), program)
-    strip_plan = find_strip_plan(program, working, maps, moves=moves)
+    strip_plan = find_strip_plan(program, working, maps)
     _write_parts(file, {_STRIP_PLAN: json.dumps({"mark": mark, **strip_plan_to_json(strip_plan)})})
     return strip_plan
 
@@ -285,7 +281,6 @@ def strip_plan_to_json(strip_plan: StripPlan) -> dict[str, Any]:
         "in_order": strip_plan.graph.in_order,
         "in_host": sorted(strip_plan.in_host),
         "passes": passes,
-        "peak": list(strip_plan.peak),
     }
 
 
@@ -293,6 +288,4 @@ def strip_plan_from_json(written: Mapping[str, Any], program: Program) -> StripP
     """Return the strip plan of `program` that `written` encodes. Invalid data raises some Python error."""
     graph = StageGraph(program, in_order=written["in_order"])
     planned = ((Stage(*map(tuple, indices)), count, ahead) for *indices, count, ahead in written["passes"])
-    return StripPlan(
-        graph, frozenset(written["in_host"]), planned_stages_of(graph, planned), StripPeak(*written["peak"])
-    )
+    return StripPlan(graph, frozenset(written["in_host"]), planned_stages_of(graph, planned))

@@ -43,25 +43,28 @@ class FlowGraph:
         return found
 
     def _distances(self) -> Sequence[int] | None:
-        """Return the edges between each node and the source, as far as the sink; None if that cannot be reached."""
+        """Return the edges between each node and the sink, as far as the source; None if that cannot be reached.
+
+        Nodes from which the sink cannot be reached have none (-1), so that nobody looks for a path there.
+        """
         heads, capacities = self._heads, self._capacities
         distances, far = [-1] * len(self._edges), 0
-        distances[0] = 0
-        frontier = [0]
-        while frontier and distances[1] < 0:
+        distances[1] = 0
+        frontier = [1]
+        while frontier and distances[0] < 0:
             far += 1
             reached = []
             for node in frontier:
                 for edge in self._edges[node]:
-                    head = heads[edge]
-                    if capacities[edge] and distances[head] < 0:
-                        distances[head] = far
-                        reached.append(head)
+                    tail = heads[edge]
+                    if distances[tail] < 0 and capacities[edge ^ 1]:
+                        distances[tail] = far
+                        reached.append(tail)
             frontier = reached
-        return None if distances[1] < 0 else distances
+        return None if distances[0] < 0 else distances
 
     def _send_along(self, distances: Sequence[int]) -> None:
-        """Send flow along paths on which the distances grow by one, until there is no such path."""
+        """Send flow along paths on which the distances fall by one, until there is no such path."""
         heads, capacities = self._heads, self._capacities
         tried = dict[int, int]()  # of each node's edges, how many no longer lead to the sink
         path: list[int] = []
@@ -75,7 +78,7 @@ class FlowGraph:
                 full = next(place for place, edge in enumerate(path) if not capacities[edge])
                 node = heads[path[full] ^ 1]
                 del path[full:]
-            edges, place, far = self._edges[node], tried.get(node, 0), distances[node] + 1
+            edges, place, far = self._edges[node], tried.get(node, 0), distances[node] - 1
             while place < len(edges) and not (capacities[edges[place]] and distances[heads[edges[place]]] == far):
                 place += 1
             tried[node] = place

@@ -111,9 +111,9 @@ class _MemoryEstimator:
         First a contiguous copy of its input, if that is a slice of a larger tensor; then channels-last copies of input,
         output and weights.
         """
-        node = self._nodes[index]
-        if self._moves is None or not node.word.startswith("conv"):
+        if self._moves is None or index not in self._graph.convolutions:
             return
+        node = self._nodes[index]
         sources = [self._nodes[source] for source in node.sources]
         data, fixed = sources[0], sum(source.bytes for source in sources if source.op == "weight")
         rule = self._graph.rules[index]
@@ -211,8 +211,10 @@ class _MemoryEstimator:
         rule = self._graph.rules[index]
         if rule is None or index in self._reads or not self._graph.is_compute(index):
             return False
-        rows = zip(self._nodes[index].sources, rule.needs, strict=True)
-        return any(needs and needs(span).within(self._nodes[source].rows) != needs(span) for source, needs in rows)
+        for source, needs in zip(self._nodes[index].sources, rule.needs, strict=True):
+            if needs is not None and (reach := needs(span)).within(self._nodes[source].rows) != reach:
+                return True
+        return False
 
     def _looked_at(self, index: int, span: Span) -> _Memory | None:
         """Return the storage that the output shares with another tensor; None if it has its own."""

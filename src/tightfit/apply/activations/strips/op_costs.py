@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
 from tightfit.simulator.timeline import Host
 
-__all__ = ["DeviceLayouts", "GivenLayout", "HostLayouts", "OpCostCache", "OpLayout", "StageCost", "dense"]
+__all__ = ["DeviceLayouts", "GivenLayout", "HostLayouts", "OpCostCache", "OpLayout", "Outcome", "StageCost", "dense"]
 
 
 def copying(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -81,7 +82,8 @@ def dense(shape: Sequence[int], dtype: torch.dtype) -> OpLayout:
     return OpLayout(tuple(shape), tuple(reversed(strides)), dtype, math.prod(shape) * dtype.itemsize)
 
 
-class _Outcome(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Outcome:
     """Layout of a trial's result, and the kernels that ran."""
 
     layout: OpLayout
@@ -92,7 +94,7 @@ class OpCostCache:
     """Operations tried on a simulated card of their own, with attention as in an autoencoder; results are cached."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Outcome] = {}
+        self._known: dict[Hashable, Outcome] = {}
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -109,18 +111,14 @@ class OpCostCache:
             finally:
                 use_cards(before)
 
-    def outcome(self, key: Hashable, layouts: Sequence[OpLayout], prepare: Prepare) -> _Outcome:
+    def outcome(self, key: Hashable, layouts: Sequence[OpLayout], prepare: Prepare) -> Outcome:
         """Return the outcome of the operation that `prepare` makes of tensors with these `layouts`; cached by `key`."""
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._tried(layouts, prepare)
         return found
 
-    def works(self, key: Hashable) -> tuple[KernelCost, ...]:
-        """Return the kernels of a cached trial."""
-        return self._known[key].works
-
-    def _tried(self, layouts: Sequence[OpLayout], prepare: Prepare) -> _Outcome:
+    def _tried(self, layouts: Sequence[OpLayout], prepare: Prepare) -> Outcome:
         tensors = [self._tensor(layout) for layout in layouts]
         run, works = prepare(tensors), list[KernelCost]()
         self._card.kernel_callbacks.append(works.append)
@@ -128,7 +126,7 @@ class OpCostCache:
             result = run()
         finally:
             self._card.kernel_callbacks.clear()
-        return _Outcome(_layout_of(tensors[0] if result is None else result), tuple(works))
+        return Outcome(_layout_of(tensors[0] if result is None else result), tuple(works))
 
     def _tensor(self, layout: OpLayout) -> torch.Tensor:
         count = layout.memory // layout.dtype.itemsize
@@ -152,7 +150,7 @@ class StageCost:
         """Begin a stage."""
         self._turn = 0
         self._strips: dict[int, set[int]] = defaultdict(set)  # strips that each layer work runs in
-        self._done: dict[int, Counter[Hashable]] = defaultdict(Counter)
+        self._done: dict[int, Counter[Outcome]] = defaultdict(Counter)
         self._copies = self._bytes_in = self._bytes_out = 0
 
     def at(self, turn: int, strip: int = 0) -> None:
@@ -162,8 +160,12 @@ class StageCost:
 
     def do(self, key: Hashable, layouts: Sequence[OpLayout], prepare: Prepare) -> OpLayout:
         """Count an operation; return the layout of its result."""
-        self._done[self._turn][key] += 1
-        return self._trials.outcome(key, layouts, prepare).layout
+        return self.count(self._trials.outcome(key, layouts, prepare))
+
+    def count(self, outcome: Outcome) -> OpLayout:
+        """Count an operation with this outcome; return the layout of its result."""
+        self._done[self._turn][outcome] += 1
+        return outcome.layout
 
     def bring(self, start: int, size: int) -> None:
         """Count a copy of `size` bytes from host memory, where they begin at `start`."""
@@ -196,8 +198,8 @@ class StageCost:
 
     def _workloads(self, turn: int) -> tuple[KernelGroup, ...]:
         tally = KernelCounter()
-        for key, count in self._done[turn].items():
-            for work in self._trials.works(key):
+        for outcome, count in self._done[turn].items():
+            for work in outcome.works:
                 tally.add(work, count)
         return tally.workloads()
 

@@ -21,6 +21,8 @@ from tightfit.apply.activations.strips.rows import Needs, Rule
 
 __all__ = ["Stage", "StageArgument", "StageGraph", "find_stages"]
 
+_FIXED = ("weight", "constant")
+_GIVEN = ("input", *_FIXED)
 # operations whose results are worth keeping; recomputing those of others takes about as long as fetching them
 _HEAVY = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
 # operations that only move data: recomputing rows that two strips share costs less than holding them
@@ -68,7 +70,7 @@ class StageGraph:
         self.level = [0] * len(program.nodes)
         latest = 0
         for index, node in enumerate(program.nodes):
-            if node.op in ("input", "weight", "constant"):
+            if node.op in _GIVEN:
                 continue
             ready = [self._ready(index, place) for place in range(len(node.sources))]
             self.level[index] = max(ready, default=0)
@@ -113,14 +115,27 @@ class StageGraph:
 
     def needed_whole(self, index: int) -> bool:
         """Whether any node takes all of the node's output at once."""
-        return any(
-            source == index and not self.taken_by_rows(taker, place)
-            for taker in self.program.consumers[index]
-            for place, source in enumerate(self.program.nodes[taker].sources)
+        return index in self._taken_whole
+
+    @cached_property
+    def _taken_whole(self) -> frozenset[int]:
+        return frozenset(
+            source
+            for taker, node in enumerate(self.program.nodes)
+            for place, source in enumerate(node.sources)
+            if not self.taken_by_rows(taker, place)
         )
 
     def is_compute(self, index: int) -> bool:
-        return self.program.nodes[index].word.startswith(_HEAVY)
+        return index in self._computes
+
+    @cached_property
+    def _computes(self) -> frozenset[int]:
+        return frozenset(index for index, node in enumerate(self.program.nodes) if node.word.startswith(_HEAVY))
+
+    @cached_property
+    def convolutions(self) -> frozenset[int]:
+        return frozenset(index for index in self._computes if self.program.nodes[index].word.startswith("conv"))
 
     def only_moves(self, index: int) -> bool:
         """Whether the node only moves data: rows that two strips share are computed for each of them."""
@@ -165,56 +180,54 @@ class _Planner:
         self._graph, self._price = graph, price
         self._program = graph.program
         self._nodes = graph.program.nodes
+        self._sources = [  # of each node, but weights and constants: which, and whether they are taken by rows
+            [
+                (source, graph.taken_by_rows(index, place))
+                for place, source in enumerate(node.sources)
+                if self._nodes[source].op not in _FIXED
+            ]
+            for index, node in enumerate(self._nodes)
+        ]
         self._there = set(self._program.inputs)  # kept, or an input
         self._done: set[int] = set()  # computed before, kept or not
+        self._at: list[list[int]] = [[] for _ in range(graph.last + 2)]  # nodes of each stage
+        self._measured: list[set[int]] = [set() for _ in self._at]  # nodes whose statistics each stage computes
+        self._taken_until: dict[int, int] = {}  # the last stage that takes each node
+        for index, (level, node) in enumerate(zip(graph.level, self._nodes, strict=True)):
+            self._at[level].append(index)
+            if graph.by_rows(index) and graph.measures(index, 0):
+                self._measured[graph.level[node.sources[0]]].add(node.sources[0])
+            for source, _ in self._sources[index]:
+                self._taken_until[source] = max(level, self._taken_until.get(source, 0))
 
     def stages(self) -> list[Stage]:
         return [self._stage(level) for level in range(self._graph.last + 1)]
 
     def _stage(self, level: int) -> Stage:
         graph, program = self._graph, self._program
-        here = [index for index, at in enumerate(graph.level) if at == level]
-        whole = tuple(
-            i for i in here if not graph.by_rows(i) and self._nodes[i].op not in ("input", "weight", "constant")
-        )
+        whole = tuple(i for i in self._at[level] if not graph.by_rows(i) and self._nodes[i].op not in _GIVEN)
         before = set(self._there)
         self._there.update(whole)
-        measured = self._measured(level)
+        measured = self._measured[level]
         outputs = {i for i in program.outputs if graph.level[i] == level and graph.by_rows(i)}
         self._done |= self._made_for(measured | outputs | self._wanted_whole(level))
         kept = self._kept(level)
         strips = self._made_for(measured | outputs | (kept - self._there))
         self._done |= strips
-        reads = {
-            source
-            for i in strips
-            for p, source in enumerate(self._nodes[i].sources)
-            if graph.taken_by_rows(i, p) and source in self._there
-        }
+        reads = {source for i in strips for source, by_rows in self._sources[i] if by_rows and source in self._there}
         reads |= measured & self._there
         gone = before.union(whole) - kept - set(program.inputs)
         stores = kept - self._there
         self._there = kept | set(program.inputs)
         return Stage(whole, *(tuple(sorted(some)) for some in (strips, reads, stores, measured, outputs, gone)))
 
-    def _measured(self, level: int) -> set[int]:
-        """Return the nodes whose statistics are computed in this stage."""
-        graph = self._graph
-        return {
-            node.sources[0]
-            for index, node in enumerate(self._nodes)
-            if graph.by_rows(index) and graph.measures(index, 0) and graph.level[node.sources[0]] == level
-        }
-
     def _wanted_whole(self, level: int) -> set[int]:
         """Return the nodes that the next stage needs whole."""
-        graph = self._graph
         return {
             source
-            for index, node in enumerate(self._nodes)
-            if graph.level[index] == level + 1
-            for place, source in enumerate(node.sources)
-            if graph.by_rows(source) and not graph.taken_by_rows(index, place)
+            for index in self._at[level + 1]
+            for source, by_rows in self._sources[index]
+            if self._graph.by_rows(source) and not by_rows
         }
 
     def _made_for(self, targets: Iterable[int]) -> set[int]:
@@ -226,9 +239,7 @@ class _Planner:
             if index in found:
                 continue
             found.add(index)
-            for place, source in enumerate(self._nodes[index].sources):
-                if self._graph.taken_by_rows(index, place) and source not in self._there:
-                    left.append(source)
+            left += [source for source, by_rows in self._sources[index] if by_rows and source not in self._there]
         return found
 
     def _kept(self, level: int) -> set[int]:
@@ -257,12 +268,11 @@ class _Planner:
                 network.connect_source(index, again)
                 if again == NEVER:  # as if it were available: no cut between its arguments and it
                     continue
-            for place, source in enumerate(nodes[index].sources):
-                if nodes[source].op not in ("weight", "constant"):
-                    network.add_edge(index, source)
-                    left.append(source)
-                    if not graph.taken_by_rows(index, place):
-                        network.connect_source(source, NEVER)
+            for source, by_rows in self._sources[index]:
+                network.add_edge(index, source)
+                left.append(source)
+                if not by_rows:
+                    network.connect_source(source, NEVER)
         for index in asked:
             network.connect_sink(index)
         return {index for index in network.cheapest_cut() if nodes[index].op != "input"}
@@ -270,11 +280,9 @@ class _Planner:
     def _asked_for(self, level: int) -> Iterator[int]:
         """Yield the nodes available after this stage that later stages take, or the method returns."""
         graph, nodes = self._graph, self._nodes
-        for index, node in enumerate(nodes):
-            if graph.level[index] > level:
-                for source in node.sources:
-                    if graph.level[source] <= level and nodes[source].op not in ("weight", "constant"):
-                        yield source
+        for source, last in self._taken_until.items():
+            if graph.level[source] <= level < last:
+                yield source
         for index in self._program.outputs:  # outputs computed whole are kept to the end
             if not graph.by_rows(index) and graph.level[index] <= level and nodes[index].op != "input":
                 yield index

@@ -6,8 +6,8 @@ import functools
 import math
 import sys
 from array import array
-from collections.abc import Iterable, MutableSequence, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tightfit.apply.activations.strips.memory_estimate import peak_of
@@ -24,7 +24,7 @@ from tightfit.apply.activations.strips.schedule import (
 from tightfit.apply.activations.strips.stages import Stage, StageGraph, find_stages
 from tightfit.measure.forked_work import in_parallel
 from tightfit.schema.footprint import FeatureMaps
-from tightfit.simulator.allocator_replay import ROUGH, allocator_events_of, least_capacity
+from tightfit.simulator.allocator_replay import ROUGH, least_capacity_of_moves
 
 __all__ = ["PlannedStage", "StripPlan", "fewest_strips", "find_strip_plan", "peak_of_stages", "planned_stages_of"]
 
@@ -50,32 +50,32 @@ class StripPlan:
     graph: StageGraph
     in_host: frozenset[int]  # nodes kept in host memory
     passes: tuple[PlannedStage, ...]
-    peak: StripPeak  # bytes, without weights, inputs and workspaces of kernels
-    moves: Sequence[int] | None = field(default=None, compare=False, repr=False)  # of `peak_of_stages`, if recorded
 
-    def allocator_bytes(self, *, expandable: bool = True) -> int:
-        """Return the bytes that an allocator needs on the device, with workspaces of kernels.
+    @functools.cached_property
+    def peak(self) -> StripPeak:
+        """Peak of a run. Only needed for planning, and to compare plans when memory runs out."""
+        return peak_of_stages(self.graph, self.in_host, self.passes)
 
-        With `expandable`, its segments are expandable. For planning only: it takes half as long as finding the strip
-        plan, and running that does not need it. If the plan was found with `moves`, half of this work is done already.
+    def peak_and_allocator_bytes(self, *, expandable: bool = True) -> tuple[StripPeak, int]:
+        """Return `peak`, and the bytes that an allocator needs on the device, with workspaces of kernels.
+
+        With `expandable`, its segments are expandable.
         """
-        moves = self.moves
-        if moves is None:
-            moves = array("q")
-            peak_of_stages(self.graph, self.in_host, self.passes, moves)
-        return least_capacity(list(allocator_events_of(moves)), expandable=expandable, within=ROUGH)
+        moves = array("q")
+        peak = peak_of_stages(self.graph, self.in_host, self.passes, moves)
+        return peak, least_capacity_of_moves(moves, expandable=expandable, within=ROUGH)
 
     @property
     def most_strips(self) -> int:
         return max(len(strips) for _, strips, _ in self.passes)
 
 
-def find_strip_plan(program: Program, working: int, maps: FeatureMaps, *, moves: bool = False) -> StripPlan:
+def find_strip_plan(program: Program, working: int, maps: FeatureMaps) -> StripPlan:
     """Return how to run `program` with at most `working` bytes for strips, besides what is kept between stages.
 
     If even the smallest strips take more, they are as small as helps. Feature maps are kept on the device, or in host
     memory; "recompute" keeps at most `working` bytes, if possible, and recomputes the rest. Stages are formed as early
-    as possible, or in the program's order, whichever costs less. With `moves`, allocations and frees are recorded.
+    as possible, or in the program's order, whichever costs less.
     """
     graphs = _graphs_of(program)
     drafts = in_parallel([functools.partial(_draft, graph, working, maps) for graph in graphs])
@@ -83,7 +83,7 @@ def find_strip_plan(program: Program, working: int, maps: FeatureMaps, *, moves:
         if maps != "recompute":  # if a copy of this process has drafted it, this one does not know its stages yet
             vars(graph).setdefault("stages", [stage for stage, *_ in draft.stages])
     graph, draft = min(zip(graphs, drafts, strict=True), key=lambda found: found[1].cost(found[0], working))
-    return draft.strip_plan(graph, moves=moves)
+    return StripPlan(graph, draft.in_host, planned_stages_of(graph, draft.stages))
 
 
 def _graphs_of(program: Program) -> list[StageGraph]:
@@ -126,10 +126,6 @@ class _Draft:
         ways = [sum(nodes[i].bytes for i in self.in_host.intersection(way)) for way in (stage.reads, stage.stores)]
         return max(ways) if ahead else sum(ways)
 
-    def strip_plan(self, graph: StageGraph, *, moves: bool) -> StripPlan:
-        passes, told = planned_stages_of(graph, self.stages), array("q") if moves else None
-        return StripPlan(graph, self.in_host, passes, peak_of_stages(graph, self.in_host, passes, told), told)
-
 
 def peak_of_stages(
     graph: StageGraph,
@@ -137,7 +133,10 @@ def peak_of_stages(
     passes: Sequence[PlannedStage],
     moves: MutableSequence[int] | None = None,
 ) -> StripPeak:
-    """Return the peak of a whole run; allocations and frees on the device are appended to `moves`."""
+    """Return the peak bytes of a run, without weights, inputs and workspaces of kernels.
+
+    Allocations and frees on the device are appended to `moves`.
+    """
     kept, most = BoundaryState(StripPeak(0, 0), {}), StripPeak(0, 0)
     following = [taken(stage, strips[0]) for stage, strips, _ in passes[1:]]
     for (stage, strips, ahead), first in zip(passes, [*following, {}], strict=True):
@@ -152,8 +151,9 @@ def _draft(graph: StageGraph, working: int, maps: FeatureMaps) -> _Draft:
     in_host = frozenset(movable if maps == "host" else ())
     chosen, kept, most = [], BoundaryState(StripPeak(0, 0), None), StripPeak(0, 0)
     for stage in stages:
+        schedule = _schedules_of(graph, stage, whole)
         for ahead in (True, False) if in_host.intersection((*stage.reads, *stage.stores)) else (False,):
-            count, peak, after = _count(graph, stage, in_host, kept, working, ahead=ahead)
+            count, peak, after = _count(graph, stage, schedule, in_host, kept, working, ahead=ahead)
             if peak.device <= max(kept.bytes.device, after.bytes.device) + working:
                 break
         chosen.append((stage, count, ahead))
@@ -184,33 +184,42 @@ def fewest_strips(graph: StageGraph, stage: Stage, working: int, share: Share) -
     device and besides what is kept before or after it; if none does, as many as help, in at most MOST_STEPS steps.
     """
     unknown, most = BoundaryState(StripPeak(0, 0), None), max(MOST_STEPS // max(len(stage.strips), 1), 1)
-    count, *_ = _count(graph, stage, frozenset(), unknown, working, ahead=False, share=share, most=most)
-    ways = [make_schedule(graph, stage, each, share=share) for each in (1, count)]
+    schedule = _schedules_of(graph, stage, share)
+    count, *_ = _count(graph, stage, schedule, frozenset(), unknown, working, ahead=False, share=share, most=most)
+    ways = [schedule(each, None) for each in (1, count)]
     (at_once, after), (found, _) = (peak_of(graph, stage, way, frozenset(), unknown) for way in ways)
     kept = max(after.bytes.device, 0)
     return count if found.device - kept < WORTH * (at_once.device - kept) else 1
 
 
+_Schedules = Callable[[int, int | None], list[list[ScheduleStep]]]
+
+
+def _schedules_of(graph: StageGraph, stage: Stage, share: Share) -> _Schedules:
+    """Return a cached function: the steps of `stage` in so many strips, of the first so many of them or of all."""
+    return functools.cache(lambda count, first: make_schedule(graph, stage, count, first, share))
+
+
 def _count(
-    graph: StageGraph, stage: Stage, in_host: frozenset[int], kept: BoundaryState, working: int, *, ahead: bool,
-    share: Share = whole, most: int = sys.maxsize,
+    graph: StageGraph, stage: Stage, schedule: _Schedules, in_host: frozenset[int], kept: BoundaryState, working: int,
+    *, ahead: bool, share: Share = whole, most: int = sys.maxsize,
 ) -> tuple[int, StripPeak, BoundaryState]:  # fmt: skip
     """Return the fewest strips with which `stage` keeps within `working`, the estimated peak, and the final state.
 
-    They are at most `most`.
+    They are at most `most`, and have the steps of `schedule`.
     """
     shares = (share(graph.program.nodes[index].rows) for index in (*stage.strips, *stage.reads))
     rows = min(max((hi - lo for lo, hi in shares), default=1), most)
-    found, after = peak_of(graph, stage, make_schedule(graph, stage, 1, share=share), in_host, kept, ahead=ahead)
+    found, after = peak_of(graph, stage, schedule(1, None), in_host, kept, ahead=ahead)
     enough, count = max(kept.bytes.device, after.bytes.device) + working, 1
     if ahead:
         count = min(rows, FEWEST)
-        found = _likely_peak(graph, stage, count, in_host, kept, after, ahead=ahead, share=share)
+        found = _likely_peak(graph, stage, schedule(count, FIRST + 1)[:FIRST], in_host, kept, after, ahead=ahead)
     while found.device > enough and count < rows:
         # assumes that all bytes above the kept ones shrink with the strips; otherwise the loop continues
         more = max(count + 1, math.ceil(count * (found.device - enough + working) / working))
         more = min(rows, more, 4 * count)
-        likely = _likely_peak(graph, stage, more, in_host, kept, after, ahead=ahead, share=share)
+        likely = _likely_peak(graph, stage, schedule(more, FIRST + 1)[:FIRST], in_host, kept, after, ahead=ahead)
         if likely.device > WORTH * found.device and more > 4:
             break
         count, found = more, likely
@@ -221,16 +230,14 @@ def _count(
 def _likely_peak(
     graph: StageGraph,
     stage: Stage,
-    count: int,
+    strips: Sequence[Sequence[ScheduleStep]],
     in_host: frozenset[int],
     kept: BoundaryState,
     after: BoundaryState,
     *,
     ahead: bool,
-    share: Share,
 ) -> StripPeak:
-    """Estimate the peak of `count` strips by the first ones: later, stored rows replace rows that are freed."""
-    strips = make_schedule(graph, stage, count, FIRST + 1, share)[:FIRST]
+    """Estimate the peak of all strips by the first ones: later, stored rows replace rows that are freed."""
     peak, _ = peak_of(graph, stage, strips, in_host, kept, ahead=ahead)
     outputs = sum(graph.program.nodes[index].bytes for index in stage.outputs)  # allocated from the start
     (device, host), (least, least_host) = after.bytes, kept.bytes
