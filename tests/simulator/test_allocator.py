@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tightfit.simulator import allocator_replay
 from tightfit.simulator.allocator import AllocatorEvent, CachingAllocator, CardFull
 from tightfit.simulator.allocator_replay import (
     least_capacity,
@@ -309,32 +311,23 @@ def _events_of(moves: list[int]) -> list[AllocatorEvent]:
     return events
 
 
-def _least_by_replaying(history: list[AllocatorEvent], *, expandable: bool, within: float) -> int:
-    """What `least_capacity` says, found by replaying all of it for each card that it looks at."""
-
-    def lacking(capacity: int) -> int:
-        try:
-            replay(history, capacity, expandable=expandable)
-        except CardFull as full:
-            return full.reserved + segment_size(rounded(full.requested))
-        return 0
-
-    least = lowest_fitting(rounded_peak(history), lacking, within)
-    assert lacking(least) == 0
-    return least
+def _fits(history: list[AllocatorEvent], capacity: int, *, expandable: bool) -> bool:
+    try:
+        replay(history, capacity, expandable=expandable)
+    except CardFull:
+        return False
+    return True
 
 
 @given(
-    peak=st.integers(0, 200 * MIB), least=st.integers(1, 200), within=st.sampled_from([0.0, 0.01, 0.1]),
-    hints=st.lists(st.integers(0, 300 * MIB), min_size=1),
+    fails=st.integers(-1, 200), least=st.integers(1, 400), guess=st.integers(0, 400),
+    within=st.sampled_from([0.0, 0.01, 0.1]),
 )  # fmt: skip
-def test_the_lowest_that_fits_is_found_whatever_a_failing_one_lacks(
-    peak: int, least: int, within: float, hints: list[int]
-) -> None:
-    least, following = max(least, -(-peak // (2 * MIB))), itertools.cycle(hints)
-    found = lowest_fitting(peak, lambda capacity: 0 if capacity >= least * 2 * MIB else next(following) + 1, within)
-    assert found % (2 * MIB) == 0
-    assert least <= found // (2 * MIB) <= max(least, least * (1 + within))
+def test_the_lowest_that_fits_is_found_from_any_guess(fails: int, least: int, guess: int, within: float) -> None:
+    unit, least, guess = 2 * MIB, max(least, fails + 1), max(guess, fails + 1)
+    found = lowest_fitting(fails, guess * unit, lambda capacity: capacity >= least * unit, within)
+    assert found % unit == 0
+    assert least <= found // unit <= max(least, least * (1 + within))
 
 
 @settings(deadline=None, max_examples=100)
@@ -355,9 +348,18 @@ def test_what_a_trial_tells_of_other_cards_is_what_they_would_do(
         while there and order.random() < 0.45:
             moves.append(-there.pop(order.randrange(len(there))))
     history = _events_of(moves)
-    expected = _least_by_replaying(history, expandable=expandable, within=within)
-    assert least_capacity(history, expandable=expandable, within=within) == expected
-    assert least_capacity_of_moves(moves, expandable=expandable, within=within) == expected
+    trials = allocator_replay._Trial
+    tells = trials.tells
+
+    def telling(trial: allocator_replay._Trial, capacity: int) -> bool:
+        found = tells(trial, capacity)
+        assert not found or trial.fits == _fits(history, capacity, expandable=expandable)
+        return found
+
+    with mock.patch.object(trials, "tells", telling):
+        least = least_capacity(history, expandable=expandable, within=within)
+    assert _fits(history, least, expandable=expandable)
+    assert least_capacity_of_moves(moves, expandable=expandable, within=within) == least
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -378,7 +380,13 @@ def test_few_cards_are_tried_for_the_least_that_does(expandable: bool, monkeypat
         else:
             there.append(order.randrange(1, 64 * MIB))
             moves.append(there[-1])
-    history = _events_of(moves)
-    expected, all_of_them = _least_by_replaying(history, expandable=expandable, within=0), len(tried)
-    assert least_capacity(history, expandable=expandable) == expected
-    assert len(tried) - all_of_them < all_of_them
+    history, asked = _events_of(moves), list[int]()
+
+    def asking(capacity: int) -> bool:
+        asked.append(capacity)
+        return _fits(history, capacity, expandable=expandable)
+
+    least, of_them = least_capacity(history, expandable=expandable), len(tried)
+    fails = rounded_peak(history) // (2 * MIB) - 1
+    assert lowest_fitting(fails, (fails + 1) * 2 * MIB, asking, 0.0) == least
+    assert of_them < len(asked)

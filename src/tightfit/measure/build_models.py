@@ -107,7 +107,7 @@ class _LargeOnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if getattr(func, "__module__", None) == "torch.nn.init":
+        if getattr(func, "__module__", None) in _INITIALIZING:
             filled = kwargs.get("tensor", args[0] if args else None)
             if isinstance(filled, torch.Tensor) and filled.is_meta:
                 return filled  # same result as torch's, which takes milliseconds of Python for each
@@ -139,6 +139,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta else tensor.to("meta")
 
 
+_INITIALIZING = ("torch.nn.init", "transformers.initialization")  # which replaces torch's while it makes a network
 _MAKERS = (torch.empty, torch.full, torch.ones, torch.rand, torch.randn, torch.zeros)
 
 

@@ -8,7 +8,16 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from tightfit.simulator.allocator import AllocatorEvent, CachingAllocator, CardFull
-from tightfit.simulator.blocks import LARGE_ROUNDING, Block, Counter, growable_size, range_size, rounded, segment_size
+from tightfit.simulator.blocks import (
+    LARGE_ROUNDING,
+    Block,
+    Counter,
+    growable_size,
+    range_size,
+    round_up,
+    rounded,
+    segment_size,
+)
 
 __all__ = [
     "ROUGH",
@@ -77,11 +86,11 @@ class _Trial(CachingAllocator):
     def __init__(self, play: Callable[[CachingAllocator], None], capacity: int, *, expandable: bool) -> None:
         super().__init__(capacity, _passed, expandable=expandable, keep=False)
         self._least, self._below, self._spare = 0, math.inf, math.inf
-        self.lacking = 0  # bytes that the card would have needed where it failed; 0 where it fits
         try:
             play(self)
-        except CardFull as full:
-            self.lacking = full.reserved + segment_size(rounded(full.requested))
+            self.fits = True
+        except CardFull:
+            self.fits = False
 
     def tells(self, capacity: int) -> bool:
         """Whether a card with `capacity` bytes would have made the same decisions."""
@@ -135,20 +144,30 @@ def rounded_peak(history: Iterable[AllocatorEvent]) -> int:
     return now.peak
 
 
+class _Growing(CachingAllocator):
+    """An allocator of a card that gets as much more memory as a request lacks."""
+
+    def malloc(self, requested: int, stream: int = 0) -> Block:
+        try:
+            return super().malloc(requested, stream)
+        except CardFull as full:
+            needed = round_up(full.reserved + segment_size(rounded(requested)), LARGE_ROUNDING)
+            self.capacity = self._total = max(needed, self.capacity + LARGE_ROUNDING)
+            return self.malloc(requested, stream)
+
+
 def least_capacity(history: Sequence[AllocatorEvent], *, expandable: bool = False, within: float = 0.0) -> int:
     """Smallest capacity in bytes on which `history` fits, with caches released where needed; a multiple of 2 MiB.
 
     `within` is the allowed relative excess over the smallest capacity.
     """
-    cards = _Cards(lambda allocator: _ask(allocator, history), expandable=expandable)
-    return lowest_fitting(rounded_peak(history), cards.lacking, within)
+    return _least_capacity(lambda card: _ask(card, history), rounded_peak(history), expandable, within)
 
 
 def least_capacity_of_moves(moves: Sequence[int], *, expandable: bool = False, within: float = 0.0) -> int:
     """As `least_capacity`, of bytes allocated or (negative) freed; of equal sizes the oldest is freed first."""
     there = itertools.accumulate(rounded(size) if size > 0 else -rounded(-size) for size in moves)
-    cards = _Cards(lambda allocator: _ask_moves(allocator, moves), expandable=expandable)
-    return lowest_fitting(max(there, default=0), cards.lacking, within)
+    return _least_capacity(lambda card: _ask_moves(card, moves), max(there, default=0), expandable, within)
 
 
 def _ask_moves(allocator: CachingAllocator, moves: Iterable[int]) -> None:
@@ -161,39 +180,35 @@ def _ask_moves(allocator: CachingAllocator, moves: Iterable[int]) -> None:
             free(blocks.popleft())
 
 
-class _Cards:
-    """Cards of different capacities, on each of which `play` allocates and frees the same."""
+def _least_capacity(play: Callable[[CachingAllocator], None], peak: int, expandable: bool, within: float) -> int:
+    trials: list[_Trial] = []
 
-    def __init__(self, play: Callable[[CachingAllocator], None], *, expandable: bool) -> None:
-        self._play, self._expandable = play, expandable
-        self._trials: list[_Trial] = []
-
-    def lacking(self, capacity: int) -> int:
-        """Return 0 if it fits on this card; otherwise the bytes that would have been enough where it failed."""
-        known = next((trial for trial in self._trials if trial.tells(capacity)), None)
+    def fits(capacity: int) -> bool:
+        known = next((trial for trial in trials if trial.tells(capacity)), None)
         if known is None:
-            self._trials.append(known := _Trial(self._play, capacity, expandable=self._expandable))
-        return known.lacking
+            trials.append(known := _Trial(play, capacity, expandable=expandable))
+        return known.fits
 
-
-def lowest_fitting(peak: int, lacking: Callable[[int], int], within: float) -> int:
-    """Return the smallest capacity for which `lacking` is 0, a multiple of 2 MiB; at least `peak` bytes are needed.
-
-    Capacities rise from the peak to what a failed one lacked, or in steps that double, whichever is more: most
-    histories need little more than their peak. The next is just so much below the first that fits that the search ends
-    if it fails; then the halves between two.
-    """
     fails = peak // LARGE_ROUNDING - 1
-    step = max(1, int(within * fails))
-    fits = fails + step
-    while lack := lacking(fits * LARGE_ROUNDING):
-        fails, step = fits, 2 * step
-        fits = max(fails + step, -(-lack // LARGE_ROUNDING))
-    tried = fits - max(1, int(within * fits / (1 + within)))
-    while fits - fails > max(1, within * fails):
-        if lacking(tried * LARGE_ROUNDING):
-            fails = tried
+    first = (fails + max(1, int(within * fails))) * LARGE_ROUNDING
+    play(growing := _Growing(first, _passed, expandable=expandable, keep=False))
+    return first if growing.capacity == first else lowest_fitting(fails, growing.capacity, fits, within)
+
+
+def lowest_fitting(fails: int, guess: int, fits: Callable[[int], bool], within: float) -> int:
+    """Return the smallest capacity for which `fits` is true, a multiple of 2 MiB; with `fails` times that it is not.
+
+    First upwards from a `guess`, in steps that double; then just so much below the first that fits that the search ends
+    if that fails; then the halves between two.
+    """
+    most, step = guess // LARGE_ROUNDING, max(1, int(within * fails))
+    while not fits(most * LARGE_ROUNDING):
+        fails, most, step = most, most + step, 2 * step
+    tried = most - max(1, int(within * most / (1 + within)))
+    while most - fails > max(1, within * fails):
+        if fits(tried * LARGE_ROUNDING):
+            most = tried
         else:
-            fits = tried
-        tried = (fits + fails) // 2
-    return fits * LARGE_ROUNDING
+            fails = tried
+        tried = (most + fails) // 2
+    return most * LARGE_ROUNDING

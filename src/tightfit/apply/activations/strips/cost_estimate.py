@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from tightfit.apply.activations.strips.op_costs import (
+    ANYTHING,
     DeviceLayouts,
     GivenLayout,
     HostLayouts,
@@ -215,7 +216,6 @@ class _LayerOrder:
 
 
 _FIXED = ("weight", "constant")
-ANYTHING = dense((), torch.float32)  # its device is that of new tensors
 
 
 def _layers_of(node: Node, nodes: Sequence[Node], layers: Mapping[str, str]) -> list[str]:

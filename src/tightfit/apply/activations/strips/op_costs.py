@@ -26,7 +26,17 @@ from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
 from tightfit.simulator.timeline import Host
 
-__all__ = ["DeviceLayouts", "GivenLayout", "HostLayouts", "OpCostCache", "OpLayout", "Outcome", "StageCost", "dense"]
+__all__ = [
+    "ANYTHING",
+    "DeviceLayouts",
+    "GivenLayout",
+    "HostLayouts",
+    "OpCostCache",
+    "OpLayout",
+    "Outcome",
+    "StageCost",
+    "dense",
+]
 
 
 def copying(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -82,6 +92,9 @@ def dense(shape: Sequence[int], dtype: torch.dtype) -> OpLayout:
     return OpLayout(tuple(shape), tuple(reversed(strides)), dtype, math.prod(shape) * dtype.itemsize)
 
 
+ANYTHING = dense((), torch.float32)  # of a tensor that is only given for its device, that of new tensors
+
+
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """Layout of a trial's result, and the kernels that ran."""
@@ -106,6 +119,7 @@ class OpCostCache:
             try:
                 device = SimulatedDevice(self._card.index)
                 self._place = device.torch_device
+                self._anything = torch.zeros((), device=self._place)
                 with torch.no_grad(), AttentionDispatcher("auto", device).working():
                     yield
             finally:
@@ -129,6 +143,8 @@ class OpCostCache:
         return Outcome(_layout_of(tensors[0] if result is None else result), tuple(works))
 
     def _tensor(self, layout: OpLayout) -> torch.Tensor:
+        if layout is ANYTHING:
+            return self._anything
         count = layout.memory // layout.dtype.itemsize
         few = count <= FEW or not layout.dtype.is_floating_point  # their values exist and may be read
         whole = (torch.zeros if few else torch.empty)(count, dtype=layout.dtype, device=self._place)
