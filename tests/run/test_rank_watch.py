@@ -20,7 +20,7 @@ from tightfit.run import launched_ranks, rank_watch
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
 RANK = """
-import os, sys, time, typer
+import os, select, sys, time, typer
 from tightfit.errors import InputError, RunError
 from tightfit.run import launched_ranks, rank_watch
 from tightfit.signals import end_on_signals
@@ -37,11 +37,18 @@ def load(own, watch):
     time.sleep(120)
 if os.environ.get("SLOW") in (os.environ["RANK"], "all"):
     launched_ranks._join = load
+def lines():
+    stdin = open(0, "rb", buffering=0)
+    while True:  # a signal that comes just before a read is handled after it
+        if select.select([stdin], [], [], 0.2)[0]:
+            if not (line := stdin.readline()):
+                return
+            yield line.decode()
 end_on_signals()
 try:
     with errors_as_lines(False), launched_ranks.launched_rank() as rank:
         print("begun", flush=True, file=sys.stderr)
-        for line in sys.stdin:
+        for line in lines():
             what, which = line.split()
             if which in (str(rank.rank), "all"):
                 if what == "leave":
