@@ -170,9 +170,11 @@ def held_at_calls(pipe: Any, case: TinyCase) -> list[int]:
     found: list[int] = []
     hook = getattr(pipe, denoiser(pipe)).register_forward_pre_hook(lambda *_: found.append(held_bytes()))
     gc.freeze()  # what there is by now: to look at it for each call takes seconds
-    draw(pipe, case)
-    gc.unfreeze()
-    hook.remove()
+    try:
+        draw(pipe, case)
+    finally:
+        gc.unfreeze()
+        hook.remove()
     return [held - found[0] for held in found]
 
 

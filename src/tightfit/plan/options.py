@@ -258,9 +258,9 @@ class SearchCache:
         other = SearchCache()
         other.workloads = {key: workload for key, workload in self.workloads.items() if key[0] not in names}
         other.option_sets = {
-            key: option_set
-            for key, option_set in self.option_sets.items()
-            if key[0][0] not in names or (key[2].strips, key[2].feature_maps) not in strip_options
+            (workload, location, vae): option_set
+            for (workload, location, vae), option_set in self.option_sets.items()
+            if workload[0] not in names or (vae.strips, vae.feature_maps) not in strip_options
         }
         other.min_bytes = self.min_bytes
         return other

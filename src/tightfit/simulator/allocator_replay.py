@@ -29,7 +29,7 @@ __all__ = [
     "rounded_peak",
 ]
 
-ROUGH = 0.01  # relative excess over the smallest capacity with which finding it takes less than half of the time
+ROUGH = 0.01  # relative excess over the smallest capacity where finding that is not worth the time
 
 
 class _Passed:
@@ -74,6 +74,28 @@ def _ask(allocator: CachingAllocator, history: Iterable[AllocatorEvent]) -> None
                 allocator.use(blocks[block], stream)
             case "empty_cache":
                 allocator.empty_cache()
+
+
+def _ask_moves(allocator: CachingAllocator, moves: Iterable[int]) -> None:
+    there: defaultdict[int, deque[Block]] = defaultdict(deque)
+    malloc, free = allocator.malloc, allocator.free
+    for size in moves:
+        if size > 0:
+            there[size].append(malloc(size))
+        elif blocks := there[-size]:
+            free(blocks.popleft())
+
+
+class _Growing(CachingAllocator):
+    """An allocator of a card that gets as much more memory as a request lacks."""
+
+    def malloc(self, requested: int, stream: int = 0) -> Block:
+        try:
+            return super().malloc(requested, stream)
+        except CardFull as full:
+            needed = round_up(full.reserved + segment_size(rounded(requested)), LARGE_ROUNDING)
+            self.capacity = self._total = max(needed, self.capacity + LARGE_ROUNDING)
+            return self.malloc(requested, stream)
 
 
 class _Trial(CachingAllocator):
@@ -144,18 +166,6 @@ def rounded_peak(history: Iterable[AllocatorEvent]) -> int:
     return now.peak
 
 
-class _Growing(CachingAllocator):
-    """An allocator of a card that gets as much more memory as a request lacks."""
-
-    def malloc(self, requested: int, stream: int = 0) -> Block:
-        try:
-            return super().malloc(requested, stream)
-        except CardFull as full:
-            needed = round_up(full.reserved + segment_size(rounded(requested)), LARGE_ROUNDING)
-            self.capacity = self._total = max(needed, self.capacity + LARGE_ROUNDING)
-            return self.malloc(requested, stream)
-
-
 def least_capacity(history: Sequence[AllocatorEvent], *, expandable: bool = False, within: float = 0.0) -> int:
     """Smallest capacity in bytes on which `history` fits, with caches released where needed; a multiple of 2 MiB.
 
@@ -168,16 +178,6 @@ def least_capacity_of_moves(moves: Sequence[int], *, expandable: bool = False, w
     """As `least_capacity`, of bytes allocated or (negative) freed; of equal sizes the oldest is freed first."""
     there = itertools.accumulate(rounded(size) if size > 0 else -rounded(-size) for size in moves)
     return _least_capacity(lambda card: _ask_moves(card, moves), max(there, default=0), expandable, within)
-
-
-def _ask_moves(allocator: CachingAllocator, moves: Iterable[int]) -> None:
-    there: defaultdict[int, deque[Block]] = defaultdict(deque)
-    malloc, free = allocator.malloc, allocator.free
-    for size in moves:
-        if size > 0:
-            there[size].append(malloc(size))
-        elif blocks := there[-size]:
-            free(blocks.popleft())
 
 
 def _least_capacity(play: Callable[[CachingAllocator], None], peak: int, expandable: bool, within: float) -> int:

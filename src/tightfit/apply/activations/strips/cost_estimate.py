@@ -28,7 +28,7 @@ from tightfit.apply.activations.strips.op_costs import (
 )
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import RowSlice, Span, caller
-from tightfit.apply.activations.strips.stages import StageArgument
+from tightfit.apply.activations.strips.stages import FIXED, StageArgument
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.strip_plan import StripPlan
 from tightfit.apply.activations.strips.walker import FeatureMapBuffer, StripWalker
@@ -47,11 +47,11 @@ def profile_stages(
     return _CostEstimator(strip_plan, trials, layers).stages()
 
 
-class _Cut(NamedTuple):
-    """Rows of a node's arguments, and by how many rows more than there are is asked for, at both ends of each."""
+class _ArgumentRows(NamedTuple):
+    """Rows of each of a node's arguments that certain rows of its output are computed from."""
 
-    wanted: Sequence[Span]
-    beyond: Sequence[int]
+    spans: Sequence[Span]
+    padding: Sequence[int]  # rows beyond the borders, at both ends of each; for a pad, the distance to them too
 
 
 class _CostEstimator(StripWalker[OpLayout]):
@@ -68,10 +68,10 @@ class _CostEstimator(StripWalker[OpLayout]):
             numbers[kind, *((node.sources.index(each.source), each.by_rows) for each in arguments)]
             for kind, node, arguments in zip(self._kinds, self._nodes, self._graph.arguments, strict=True)
         ]
-        self._cuts: dict[Hashable, _Cut] = {}
-        self._made: dict[Hashable, tuple[Outcome, Sequence[OpLayout]]] = {}
+        self._argument_rows: dict[Hashable, _ArgumentRows] = {}
+        self._outcomes: dict[Hashable, tuple[Outcome, Sequence[OpLayout]]] = {}  # with the layouts that ids are of
         self._layers = [_layers_of(node, self._nodes, layers) for node in self._nodes]
-        self._weights = {i: self._new_output(node) for i, node in enumerate(self._nodes) if node.op in _FIXED}
+        self._weights = {i: self._new_output(node) for i, node in enumerate(self._nodes) if node.op in FIXED}
         self._measured: set[int] = set()  # nodes measured in an earlier strip of this stage
         self._once = _LayerOrder(())  # of the nodes that this stage computes whole
         for index in program.inputs:
@@ -132,39 +132,39 @@ class _CostEstimator(StripWalker[OpLayout]):
 
     def _make(self, index: int, span: Span) -> OpLayout:
         kind = self._alike[index], span
-        cut = self._cuts.get(kind)
-        if cut is None:
-            cut = self._cuts[kind] = self._cut(index, span)
-        there = [self._there(*each) for each in zip(self._graph.arguments[index], cut.wanted, strict=True)]
-        made = kind, *map(id, there)
-        if made not in self._made:  # with what its ids are of, so that these stay
-            self._made[made] = self._outcome(index, span, cut, there), there
-        return self._costs.count(self._made[made][0])
+        if kind not in self._argument_rows:
+            self._argument_rows[kind] = self._rows_of_arguments(index, span)
+        rows = self._argument_rows[kind]
+        there = [self._there(*each) for each in zip(self._graph.arguments[index], rows.spans, strict=True)]
+        key = kind, *map(id, there)
+        if key not in self._outcomes:
+            self._outcomes[key] = self._outcome(index, span, rows, there), there
+        return self._costs.count(self._outcomes[key][0])
 
-    def _cut(self, index: int, span: Span) -> _Cut:
-        """Rows of the arguments that the rows `span` of a node are made from, and what else about these matters."""
-        arguments, beyond = self._graph.arguments[index], list[int]()
+    def _rows_of_arguments(self, index: int, span: Span) -> _ArgumentRows:
+        arguments, padding = self._graph.arguments[index], list[int]()
         reaches = [NOTHING if each.needs is None else each.needs(span) for each in arguments]
         wanted = [reach.within(each.rows) for reach, each in zip(reaches, arguments, strict=True)]
         for reach, own in zip(reaches, wanted, strict=True):
-            beyond += own.lo - reach.lo, reach.hi - own.hi
+            padding += own.lo - reach.lo, reach.hi - own.hi
         if self._nodes[index].word == "pad":
-            beyond += min(span.lo, BORDER), min(self._nodes[index].rows - span.hi, BORDER)
-        return _Cut(wanted, beyond)
+            padding += min(span.lo, BORDER), min(self._nodes[index].rows - span.hi, BORDER)
+        return _ArgumentRows(wanted, padding)
 
-    def _outcome(self, index: int, span: Span, cut: _Cut, there: Sequence[OpLayout]) -> Outcome:
+    def _outcome(self, index: int, span: Span, given: _ArgumentRows, there: Sequence[OpLayout]) -> Outcome:
+        """Outcome of computing the rows `span` of a node from the rows `given` of arguments that lie as `there`."""
         layouts, places = [], []
         uncut: dict[int, int] = {}  # first place of each source that is passed uncut: the same tensor at each place
-        for place, (argument, wanted) in enumerate(zip(self._graph.arguments[index], cut.wanted, strict=True)):
+        for place, (argument, wanted) in enumerate(zip(self._graph.arguments[index], given.spans, strict=True)):
             whole = there[place]
             rows = whole if argument.needs is None else whole.narrowed(argument.axis, wanted.hi - wanted.lo)
             places.append(uncut.setdefault(argument.source, place) if rows is whole else place)
             layouts.append(rows)
-        key: Hashable = self._kinds[index], span.hi - span.lo, *cut.beyond, *places, *layouts
+        key: Hashable = self._kinds[index], span.hi - span.lo, *given.padding, *places, *layouts
 
         def prepare(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
-            given = [RowSlice(tensors[place], has) for place, has in zip(places, cut.wanted, strict=True)]
-            return self._making(index, span, given, tensors[-1])
+            pieces = [RowSlice(tensors[place], has) for place, has in zip(places, given.spans, strict=True)]
+            return self._making(index, span, pieces, tensors[-1])
 
         return self._trials.outcome(key, [*layouts, ANYTHING], prepare)
 
@@ -213,9 +213,6 @@ class _LayerOrder:
                 if self.layers[-1:] != [layer]:
                     self.layers.append(layer)
             self.places[index] = len(self.layers) - 1
-
-
-_FIXED = ("weight", "constant")
 
 
 def _layers_of(node: Node, nodes: Sequence[Node], layers: Mapping[str, str]) -> list[str]:

@@ -19,10 +19,10 @@ from tightfit.apply.activations.strips.op_rules import rule_for
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.rows import Needs, Rule
 
-__all__ = ["Stage", "StageArgument", "StageGraph", "find_stages"]
+__all__ = ["FIXED", "Stage", "StageArgument", "StageGraph", "find_stages"]
 
-_FIXED = ("weight", "constant")
-_GIVEN = ("input", *_FIXED)
+FIXED = ("weight", "constant")  # operations that are the same in every call
+_GIVEN = ("input", *FIXED)
 # operations whose results are worth keeping; recomputing those of others takes about as long as fetching them
 _HEAVY = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
 # operations that only move data: recomputing rows that two strips share costs less than holding them
@@ -184,7 +184,7 @@ class _Planner:
             [
                 (source, graph.taken_by_rows(index, place))
                 for place, source in enumerate(node.sources)
-                if self._nodes[source].op not in _FIXED
+                if self._nodes[source].op not in FIXED
             ]
             for index, node in enumerate(self._nodes)
         ]

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import Span
 from tightfit.apply.activations.strips.schedule import ScheduleStep
-from tightfit.apply.activations.strips.stages import Stage, StageGraph
+from tightfit.apply.activations.strips.stages import FIXED, Stage, StageGraph
 
 __all__ = ["FeatureMapBuffer", "StripWalker"]
 
@@ -130,7 +130,7 @@ class StripWalker(ABC, Generic[Rows]):
 
     def _all(self, index: int) -> Rows:
         """Return a node's whole output."""
-        if self._nodes[index].op in ("weight", "constant"):
+        if self._nodes[index].op in FIXED:
             return self._fixed(index)
         kept = self._maps.get(index)
         return self._values[index] if kept is None or kept.whole is None else kept.whole
