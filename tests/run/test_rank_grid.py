@@ -16,10 +16,10 @@ pytestmark = [
 ]
 
 CLOSE = 1e-5  # of the largest value: kernels round other numbers of rows differently
-# Float32 outputs of float64 networks. A pipeline that makes more of rounding than CLOSE must be this close in float64:
-# one process's own CogVideoX from a clip is 6.5e-6 from float64, and 1.5e-5 from itself where the encoded clip is
-# changed by 1e-6 of its largest value.
-EXACT = 2**-23
+EXACT = 2**-23  # of the largest value: outputs of float64 networks are float32
+# On four ranks its float32 output is 1.3e-5 from that of one process. One process's is 6.5e-6 from its own in float64,
+# and 1.5e-5 from itself where the encoded clip is changed by 1e-6 of its largest value: so much its encoder rounds.
+MUCH_OF_ROUNDING = "CogVideoXVideoToVideo"
 # nobody can say beforehand how these are called at twice the height
 OTHERS = (
     "AnimateDiffControlNet", "Chroma", "CogVideoXFunControl", "CogView4Control", "FluxControlNet",
@@ -62,12 +62,19 @@ def test_ranks_draw_what_one_process_draws(name: str, size: int) -> None:
             assert one["ratio"] <= FARTHER, (trial, one)
             continue
         assert len({(each["apart"], each["other"]) for each in ranks}) == 1, (trial, ranks)
+        assert one["apart"] <= CLOSE, (trial, one)
+        assert one["other"] <= CLOSE, (trial, one)
         assert one["same"], trial
         assert one["undone"], trial
-        if max(one["apart"], one["other"]) > CLOSE:
-            assert max(one["apart"], one["other"]) <= 2 * CLOSE, (trial, one)
-            ((exact, *_), *_) = run_ranks(size, [{**trial, "exact": True}], timeout=1200)
-            assert max(exact["apart"], exact["other"]) <= EXACT, (trial, one, exact)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_draw_in_float64_what_one_process_draws(size: int) -> None:
+    """Where float32 is missed above, it is by rounding alone."""
+    trials = [{**trial, "exact": True} for trial in trials_of(MUCH_OF_ROUNDING) if "dtype" not in trial]
+    for ranks in run_ranks(size, trials, timeout=1200):
+        assert len(ranks) == len(trials), ranks
+        assert all(max(one["apart"], one["other"]) <= EXACT for one in ranks), ranks
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
