@@ -16,8 +16,8 @@ from tightfit.apply.activations.exporting import without_weights
 from tightfit.apply.activations.strips.export_graph import capture
 from tightfit.apply.activations.strips.memory_estimate import peak_of
 from tightfit.apply.activations.strips.rows import Span
-from tightfit.apply.activations.strips.schedule import BoundaryState, StripPeak
 from tightfit.apply.activations.strips.stages import StageGraph
+from tightfit.apply.activations.strips.strip_peaks import BoundaryState, StripPeak
 from tightfit.apply.context_parallel.attention import AttentionInputs, attend_in_ring
 from tightfit.apply.context_parallel.rank_plan import RankPlan
 from tightfit.apply.context_parallel.row_shares import RowShares

@@ -10,7 +10,7 @@ import torch
 
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.rows import Span, argument
-from tightfit.apply.activations.strips.schedule import ScheduleStep, make_schedule
+from tightfit.apply.activations.strips.schedule import ScheduleStep, Strips, StripSchedules
 from tightfit.apply.activations.strips.stages import Stage, StageGraph
 from tightfit.apply.activations.strips.strip_plan import fewest_strips
 from tightfit.apply.context_parallel.row_shares import RowShares
@@ -32,7 +32,7 @@ class RankStage:
     """
 
     stage: Stage
-    strips: tuple[Sequence[Sequence[ScheduleStep]], ...]
+    strips: tuple[Strips, ...]
     reads: Mapping[int, Sequence[Span]]
     stores: Mapping[int, Sequence[Span]]
     wholes: tuple[Mapping[int, Span], Mapping[int, Span]]
@@ -86,7 +86,7 @@ class RankPlan:
         if self._strip_bytes is not None:  # the same number on all ranks: that of the one which has most rows
             most = owned[max(self._ranks, key=self.shares.speeds.__getitem__)]
             count = fewest_strips(self.graph, stage, self._strip_bytes, most)
-        strips = tuple(make_schedule(self.graph, stage, count, share=share) for share in owned)
+        strips = tuple(StripSchedules(self.graph, stage, share).strips(count) for share in owned)
         reads = {index: [_rows_of(index, each) for each in strips] for index in stage.reads if self.distributed(index)}
         stores = {index: [_rows_of(index, each) for each in strips] for index in stage.stores}
         queries = {index: [_rows_of(index, each) for each in strips] for index in stage.strips}

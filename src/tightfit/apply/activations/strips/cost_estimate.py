@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from tightfit.apply.activations.strips.layout_maps import DeviceLayouts, GivenLayout, HostLayouts, LayoutMapBuffer
 from tightfit.apply.activations.strips.op_costs import (
     ANYTHING,
-    DeviceLayouts,
-    GivenLayout,
-    HostLayouts,
     OpCostCache,
     OpLayout,
     Outcome,
@@ -28,15 +26,17 @@ from tightfit.apply.activations.strips.op_costs import (
 )
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import RowSlice, Span, caller
+from tightfit.apply.activations.strips.schedule import ScheduleStep, Strips
+from tightfit.apply.activations.strips.spatial_rules import rows_padded
 from tightfit.apply.activations.strips.stages import FIXED, StageArgument
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.strip_plan import StripPlan
-from tightfit.apply.activations.strips.walker import FeatureMapBuffer, StripWalker
+from tightfit.apply.activations.strips.strip_repeats import Repeat, StripRepeats
+from tightfit.apply.activations.strips.walker import StripWalker
 from tightfit.schema.footprint import StripStageProfile
 
 __all__ = ["profile_stages"]
 
-BORDER = 16  # rows; farther from a border than this, padding does not depend on the distance
 NOTHING = Span(0, 0)
 
 
@@ -87,13 +87,49 @@ class _CostEstimator(StripWalker[OpLayout]):
             self._costs.begin()
             self._measured = set()
             self.begin(stage)
-            for number, strip in enumerate(strips):
-                for step in strip:
-                    if step.span.hi > step.span.lo:
-                        self._costs.at(len(once.layers) + turns.places[step.node], number)
-                    self.do(step)
+            repeats, number = StripRepeats(self._kinds_of(strips)), 0
+            while number < len(strips):
+                repeat = repeats.at(number, tuple((index, id(rows)) for index, (_, rows) in self._held.items()))
+                for place in range(number, number + repeat.period):
+                    self._do(strips[place], turns, len(once.layers), repeat, place)
+                self._skip(strips, repeat)
+                number = repeat.end
             self.end(stage)
             yield self._costs.stage(once.layers, turns.layers, len(strips), ahead=ahead)
+
+    def _kinds_of(self, strips: Strips) -> list[Hashable]:
+        """Return what each strip of the current stage does, and with which rows of maps in which layouts."""
+        kept = [
+            [self._map(step.node).parts(step.span) for step in strip if step.node in self._reads] for strip in strips
+        ]
+        return [(kind, *parts) for kind, parts in zip(strips.kinds, kept, strict=True)]
+
+    def _do(self, strip: Sequence[ScheduleStep], turns: _LayerOrder, before: int, repeat: Repeat, number: int) -> None:
+        """Do all steps of a strip, and count them for all strips that repeat it."""
+        alike = range(number, repeat.end, repeat.period)
+        with self._costs.times(repeat.times):
+            for step in strip:
+                if step.span.hi > step.span.lo:
+                    self._costs.at(before + turns.places[step.node], alike)
+                self.do(step)
+
+    def _skip(self, strips: Strips, repeat: Repeat) -> None:
+        """Go on after `repeat`: what is held and kept is the same, of other rows."""
+        if not repeat.skipped:
+            return
+        done = repeat.skipped.start - 1
+        for before, step in zip(strips[done], strips[repeat.end - 1], strict=True):
+            if step.node in self._held:
+                first, rows = self._held[step.node]
+                self._held[step.node] = first + step.span.lo - before.span.lo, rows
+        kept = [place for place, step in enumerate(strips[done]) if step.node in self._reads | self._stores]
+        for number in repeat.skipped:
+            for place in kept:
+                step, like = strips[number][place], strips[repeat.like(number)][place]
+                if step.span.hi > step.span.lo:
+                    self._map(step.node).repeat(like.span, step.span, put=step.node in self._stores)
+                    if step.node in self._reads & self._drops:
+                        self._maps[step.node].forget(step.span.hi)
 
     def _make_whole(self, index: int) -> OpLayout:
         self._costs.at(self._once.places[index])
@@ -107,13 +143,18 @@ class _CostEstimator(StripWalker[OpLayout]):
 
         return self._costs.do(("whole", self._kinds[index], *layouts), [*layouts, ANYTHING], prepare)
 
-    def _new_map(self, index: int) -> FeatureMapBuffer[OpLayout]:
+    def _new_map(self, index: int) -> LayoutMapBuffer:
         node = self._nodes[index]
         if self._graph.needed_whole(index):
             return GivenLayout(self._new_output(node), node.axis or 0, self._costs)
         if index in self._strip_plan.in_host:
             return HostLayouts(node, self._costs)
         return DeviceLayouts(node.axis or 0, self._costs)
+
+    def _map(self, index: int) -> LayoutMapBuffer:
+        kept = self._maps[index]
+        assert isinstance(kept, LayoutMapBuffer)  # `_new_map` makes no others
+        return kept
 
     def _new_output(self, node: Node) -> OpLayout:
         return dense(node.shape, node.dtype)
@@ -147,8 +188,8 @@ class _CostEstimator(StripWalker[OpLayout]):
         wanted = [reach.within(each.rows) for reach, each in zip(reaches, arguments, strict=True)]
         for reach, own in zip(reaches, wanted, strict=True):
             padding += own.lo - reach.lo, reach.hi - own.hi
-        if self._nodes[index].word == "pad":
-            padding += min(span.lo, BORDER), min(self._nodes[index].rows - span.hi, BORDER)
+        if padded := rows_padded(self._nodes[index]):
+            padding += min(span.lo, padded), min(self._nodes[index].rows - span.hi, padded)
         return _ArgumentRows(wanted, padding)
 
     def _outcome(self, index: int, span: Span, given: _ArgumentRows, there: Sequence[OpLayout]) -> Outcome:

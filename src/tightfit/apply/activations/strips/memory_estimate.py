@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tightfit.apply.activations.strips.rows import Span
-from tightfit.apply.activations.strips.schedule import BoundaryState, ScheduleStep, StripPeak, taken
+from tightfit.apply.activations.strips.schedule import ScheduleStep, taken
 from tightfit.apply.activations.strips.stages import Stage, StageGraph
+from tightfit.apply.activations.strips.strip_peaks import BoundaryState, StripPeak
 
 __all__ = ["peak_of"]
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from tightfit.apply.activations.attention_dispatch import AttentionDispatcher
-from tightfit.apply.activations.strips.program import Node
-from tightfit.apply.activations.strips.rows import Span
-from tightfit.apply.activations.strips.walker import FeatureMapBuffer
 from tightfit.devices.pinned_pool import PAGE
 from tightfit.devices.simulated import SimulatedDevice
 from tightfit.measure.passes import KernelCounter
@@ -28,14 +25,14 @@ from tightfit.simulator.timeline import Host
 
 __all__ = [
     "ANYTHING",
-    "DeviceLayouts",
-    "GivenLayout",
-    "HostLayouts",
     "OpCostCache",
     "OpLayout",
     "Outcome",
     "StageCost",
+    "cloning",
+    "copying",
     "dense",
+    "joining",
 ]
 
 
@@ -50,10 +47,6 @@ def cloning(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 def joining(axis: int) -> Callable[[Sequence[torch.Tensor]], Callable[[], torch.Tensor]]:
     return lambda tensors: lambda: torch.cat(list(tensors), axis)
-
-
-def _moving(source: int, target: int) -> Callable[[Sequence[torch.Tensor]], Callable[[], torch.Tensor]]:
-    return lambda tensors: lambda: tensors[0].movedim(source, target).contiguous()
 
 
 ENDLESS = 2**60  # bytes of the simulated card: trials never run out of memory
@@ -164,15 +157,22 @@ class StageCost:
 
     def begin(self) -> None:
         """Begin a stage."""
-        self._turn = 0
+        self._turn, self._times = 0, 1
         self._strips: dict[int, set[int]] = defaultdict(set)  # strips that each layer work runs in
         self._done: dict[int, Counter[Outcome]] = defaultdict(Counter)
         self._copies = self._bytes_in = self._bytes_out = 0
 
-    def at(self, turn: int, strip: int = 0) -> None:
-        """Assign the operations that follow to layer work number `turn` of `strip`."""
+    def at(self, turn: int, strips: Iterable[int] = (0,)) -> None:
+        """Assign the operations that follow to layer work number `turn` of `strips`."""
         self._turn = turn
-        self._strips[turn].add(strip)
+        self._strips[turn].update(strips)
+
+    @contextlib.contextmanager
+    def times(self, times: int) -> Iterator[None]:
+        """Count each operation within the block so many times; copies once."""
+        self._times = times
+        yield
+        self._times = 1
 
     def do(self, key: Hashable, layouts: Sequence[OpLayout], prepare: Prepare) -> OpLayout:
         """Count an operation; return the layout of its result."""
@@ -180,7 +180,7 @@ class StageCost:
 
     def count(self, outcome: Outcome) -> OpLayout:
         """Count an operation with this outcome; return the layout of its result."""
-        self._done[self._turn][outcome] += 1
+        self._done[self._turn][outcome] += self._times
         return outcome.layout
 
     def bring(self, start: int, size: int) -> None:
@@ -223,62 +223,3 @@ class StageCost:
 def _pages(start: int, size: int) -> int:
     """Number of host memory pages that the bytes span: each page is copied by itself."""
     return (start + size - 1) // PAGE - start // PAGE + 1 if size else 0
-
-
-LayoutMapBuffer = FeatureMapBuffer[OpLayout]
-
-
-class GivenLayout(LayoutMapBuffer):
-    """A whole tensor: all rows are available, in one piece."""
-
-    whole: OpLayout
-
-    def __init__(self, whole: OpLayout, axis: int, costs: StageCost) -> None:
-        self.whole, self._axis, self._costs = whole, axis, costs
-
-    def put(self, rows: OpLayout, span: Span) -> None:
-        layouts = self.take(span), rows
-        self._costs.do(("copy", *layouts), layouts, copying)
-
-    def take(self, span: Span) -> OpLayout:
-        return self.whole.narrowed(self._axis, span.hi - span.lo)
-
-
-class DeviceLayouts(LayoutMapBuffer):
-    """Strips on the device."""
-
-    def __init__(self, axis: int, costs: StageCost) -> None:
-        self._axis, self._costs = axis, costs
-        self._strips: list[tuple[Span, OpLayout]] = []
-
-    def put(self, rows: OpLayout, span: Span) -> None:
-        self._strips.append((span, rows if rows.alone else self._costs.do(("clone", rows), [rows], cloning)))
-
-    def take(self, span: Span) -> OpLayout:
-        parts = []
-        for has, strip in self._strips:
-            lo, hi = max(span.lo, has.lo), min(span.hi, has.hi)
-            if lo < hi:
-                parts.append(strip.narrowed(self._axis, hi - lo))
-        return parts[0] if len(parts) == 1 else self._costs.do(("join", self._axis, *parts), parts, joining(self._axis))
-
-    def forget(self, before: int) -> None:
-        while self._strips and self._strips[0][0].hi <= before:
-            del self._strips[0]
-
-
-class HostLayouts(LayoutMapBuffer):
-    """Rows in host memory, one after another."""
-
-    def __init__(self, node: Node, costs: StageCost) -> None:
-        self._node, self._axis, self._costs = node, node.axis or 0, costs
-
-    def put(self, rows: OpLayout, span: Span) -> None:
-        self._costs.do(("lay", self._axis, rows), [rows], _moving(self._axis, 0))
-        self._costs.send(span.lo * self._node.row_bytes, (span.hi - span.lo) * self._node.row_bytes)
-
-    def take(self, span: Span) -> OpLayout:
-        shape, axis = self._node.shape, self._axis
-        lying = dense((span.hi - span.lo, *shape[:axis], *shape[axis + 1 :]), self._node.dtype)
-        self._costs.bring(span.lo * self._node.row_bytes, (span.hi - span.lo) * self._node.row_bytes)
-        return self._costs.do(("raise", axis, lying), [lying], _moving(0, axis))

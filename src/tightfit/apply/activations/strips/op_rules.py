@@ -25,6 +25,7 @@ from tightfit.apply.activations.strips.rows import (
     times,
 )
 from tightfit.apply.activations.strips.spatial_rules import (
+    PADS,
     concatenated,
     convolution,
     interleaved,
@@ -265,7 +266,7 @@ _RULES: dict[str, Callable[[Node, Sources], Rule | None]] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolution),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), transposed),
     **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool2d", "max_pool3d"), pool),
-    **dict.fromkeys(("pad", "constant_pad_nd"), pad),
+    **dict.fromkeys(PADS, pad),
     **dict.fromkeys(("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d",
                      "_upsample_nearest_exact3d", "upsample_nearest1d"), nearest),
     **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), shuffle),

@@ -1,21 +1,22 @@
 """A stage and a number of strips → the rows that each node computes in each strip, and the rows that it holds.
 
-Also what stages keep for each other, and their peak bytes. Integer arithmetic only: no tensor is used.
+Integer arithmetic only: no tensor is used.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tightfit.apply.activations.strips.rows import Needs, Span
 from tightfit.apply.activations.strips.stages import Stage, StageGraph
+from tightfit.apply.activations.strips.strip_heights import StripHeights
+from tightfit.apply.activations.strips.strip_repeats import StripKinds
 
-__all__ = ["BoundaryState", "ScheduleStep", "Share", "StripPeak", "make_schedule", "taken", "whole"]
+__all__ = ["ScheduleStep", "Share", "StripSchedules", "Strips", "taken", "whole"]
 
 Share = Callable[[int], Span]  # of so many rows, those that are computed here
 
@@ -25,34 +26,8 @@ def whole(rows: int) -> Span:
     return Span(0, rows)
 
 
-class StripPeak(NamedTuple):
-    """Peak bytes of feature maps, without inputs, on the device and in host memory.
-
-    Tensors without rows are small beside them.
-    """
-
-    device: int
-    host: int
-
-    def higher(self, other: StripPeak) -> StripPeak:
-        """Return the maximum of the two, for each kind of memory."""
-        return StripPeak(max(self.device, other.device), max(self.host, other.host))
-
-
-class BoundaryState(NamedTuple):
-    """What stages keep for each other: bytes, and the strips that maps on the device consist of (None: unknown).
-
-    Besides those bytes: bytes of each node still being copied to host memory, and bytes already being copied back.
-    """
-
-    bytes: StripPeak
-    strips: Mapping[int, Sequence[Span]] | None
-    leaving: Mapping[int, int] = MappingProxyType({})
-    coming: Mapping[int, int] = MappingProxyType({})
-
-
 TRIAL = 3  # strips that show what is held from one to the next
-SHARE = 0.5  # of a strip's rows; up to that many are recomputed rather than held
+SHARE = 1.0  # of a strip's rows; up to that many are recomputed rather than held
 
 
 class ScheduleStep(NamedTuple):
@@ -67,19 +42,50 @@ class ScheduleStep(NamedTuple):
     trims: tuple[tuple[int, int], ...]
 
 
-def make_schedule(
-    graph: StageGraph, stage: Stage, count: int, first: int | None = None, share: Share = whole
-) -> list[list[ScheduleStep]]:
-    """Return the steps of `stage` in `count` strips; only of the `first` strips, if that is given.
+class Strips(list[list[ScheduleStep]]):
+    """The steps of each strip, and a number of its `kind`: strips of the same kind do the same with other rows."""
 
-    What the stage keeps, measures and returns is made for the rows of a `share`, and whatever rows these need. The
-    first rows of an output need more rows of its inputs than later ones, so the first strip has fewer of them.
+    def __init__(self, strips: Iterable[list[ScheduleStep]], kinds: Sequence[int]) -> None:
+        super().__init__(strips)
+        self.kinds = kinds
+
+
+class StripSchedules:
+    """The steps of `stage` in any number of strips.
+
+    What the stage keeps, measures and returns is made for the rows of a `share`, and whatever rows these need.
     """
-    if count == 1:
-        return _StripPlanner(graph, stage, count, count, share).strips()
-    trial = _StripPlanner(graph, stage, count, min(count, TRIAL), share)
-    strips = min(first or count, count)
-    return _StripPlanner(graph, stage, count, strips, share, trial.lead(), trial.derived()).strips()
+
+    def __init__(self, graph: StageGraph, stage: Stage, share: Share = whole) -> None:
+        self._graph, self._stage, self._share = graph, stage, share
+        kept = (graph.program.nodes[index].rows for index in {*_stage_nodes_of(graph, stage).targets, *stage.reads})
+        self._heights = StripHeights(hi - lo for lo, hi in map(share, kept))
+        self._found: dict[tuple[int, int], Strips] = {}
+
+    def strips(self, count: int, first: int | None = None) -> Strips:
+        """Return the steps in `count` strips; only of the `first` strips, if that is given.
+
+        The first rows of an output need more rows of its inputs than later ones, so the first strip has fewer of them.
+        """
+        key = count, min(first or count, count)
+        if key not in self._found:
+            self._found[key] = self._planned(*key)
+        return self._found[key]
+
+    def near(self, count: int, least: int, most: int) -> int:
+        """Return the number of strips from `least` to `most`, near `count`, that repeat each other first."""
+        return self._heights.near(count, least, most)
+
+    def _planned(self, count: int, first: int) -> Strips:
+        def planner(strips: int, derived: AbstractSet[int] = frozenset()) -> _StripPlanner:
+            return _StripPlanner(self._graph, self._stage, self._heights.parts(count), strips, self._share, derived)
+
+        if count == 1:
+            return planner(count).strips()
+        self._heights.lead = 0.0
+        trial = planner(min(count, TRIAL))
+        self._heights.lead = trial.lead()
+        return planner(first, trial.derived()).strips()
 
 
 def taken(stage: Stage, strip: Sequence[ScheduleStep]) -> dict[int, Span]:
@@ -156,14 +162,16 @@ class _StripPlanner:
         self,
         graph: StageGraph,
         stage: Stage,
-        count: int,
+        parts: Sequence[float],
         first: int,
         share: Share,
-        lead: float = 0.0,
         derived: AbstractSet[int] = frozenset(),
     ) -> None:
-        """Plan the `first` of `count` strips; nodes in `derived` are recomputed, because their arguments are held."""
-        self._graph, self._count, self._first, self._share, self._lead = graph, count, first, share, lead
+        """Plan the `first` strips, after which there are `parts` of all rows.
+
+        Nodes in `derived` are recomputed, because their arguments are held.
+        """
+        self._graph, self._parts, self._first, self._share = graph, parts, first, share
         self._derived = derived
         self._nodes = graph.program.nodes
         self._stage_nodes = _stage_nodes_of(graph, stage)
@@ -178,7 +186,7 @@ class _StripPlanner:
     def lead(self) -> float:
         """Return by what part of its rows the foremost node is ahead of the targets after the first strip."""
         ahead = (self._part(index, spans[0].hi) for index, spans in self._spans.items())
-        return max(ahead, default=0.0) - 1 / self._count
+        return max(ahead, default=0.0) - self._parts[0]
 
     def _part(self, index: int, reach: int) -> float:
         lo, hi = self._share(self._nodes[index].rows)
@@ -205,9 +213,7 @@ class _StripPlanner:
     def _wanted(self, rows: int, strip: int) -> int:
         """Return up to which row the targets must exist after a strip."""
         lo, hi = self._share(rows)
-        done = (strip + 1) / self._count
-        behind = (1 - done) * (1 + self._lead * self._count / max(self._count - 1, 1))
-        return lo + min(hi - lo, max(strip + 1, math.ceil((hi - lo) * (1 - behind) - 1e-9)))
+        return lo + min(hi - lo, max(1, math.ceil((hi - lo) * self._parts[strip] - 1e-9)))
 
     def _find_rows(self, index: int) -> None:
         again = index not in self._kept and (index in self._derived or self._graph.only_moves(index))
@@ -222,7 +228,10 @@ class _StripPlanner:
         if not again:
             spans, self._needed[index] = self._once(index, asked)
         else:
-            spans = [span or Span(0, 0) for span in asked]
+            spans = []
+            for span in asked:
+                reach = spans[-1].hi if spans else 0
+                spans.append(span or Span(reach, reach))
             self._needed[index] = [span.hi for span in spans]
         self._spans[index] = self._same.setdefault(tuple(spans), spans)
 
@@ -254,8 +263,9 @@ class _StripPlanner:
             least = min(least, span.lo) if span else least
         return spans, needed
 
-    def strips(self) -> list[list[ScheduleStep]]:
-        return [self._strip(strip) for strip in range(self._first)]
+    def strips(self) -> Strips:
+        kinds = StripKinds(self._graph, self._stage_nodes.order, self._spans, self._needed).of(self._first)
+        return Strips(map(self._strip, range(self._first)), kinds)
 
     def _strip(self, strip: int) -> list[ScheduleStep]:
         steps, needed = [], self._needed

@@ -25,8 +25,12 @@ from tightfit.apply.activations.strips.rows import (
     times,
 )
 
-__all__ = ["concatenated", "convolution", "interleaved", "nearest", "pad", "pool", "scattered", "shuffle",
-           "transposed"]  # fmt: skip
+__all__ = [
+    "PADS", "concatenated", "convolution", "interleaved", "nearest", "pad", "pool", "rows_padded", "scattered",
+    "shuffle", "transposed",
+]  # fmt: skip
+
+PADS = ("pad", "constant_pad_nd")
 
 
 def _window(span: Span, kernel: int, stride: int, dilation: int, padding: int) -> Span:
@@ -125,14 +129,28 @@ def pool(node: Node, sources: Sources) -> Rule | None:
     return Rule((lambda s: _window(s, kernel[place], stride[place], 1, 0),), lambda pieces, span: run(pieces))
 
 
+def rows_padded(node: Node) -> int:
+    """Return how many rows a node adds or removes at both borders, if it is a pad; else 0.
+
+    Farther from the borders than that, it does the same with any rows.
+    """
+    return sum(map(abs, _pads(node)[1])) if node.word in PADS and node.axis is not None else 0
+
+
+def _pads(node: Node) -> tuple[int, list[int]]:
+    """Return where a pad's arguments say how many rows it adds, and these: before and after; [] if none."""
+    at = 2 * (len(node.shape) - 1 - (node.axis or 0))
+    return at, list(node.args[1])[at : at + 2]
+
+
 def pad(node: Node, sources: Sources) -> Rule | None:
     source, axis = sources[0], node.axis
     assert axis is not None
     if source.axis != axis:
         return None
     pads = list(node.args[1])
-    at = 2 * (len(node.shape) - 1 - axis)
-    before = pads[at] if at < len(pads) else 0
+    at, own_pads = _pads(node)
+    before = own_pads[0] if own_pads else 0
     named = node.op == "aten.pad.default"
     mode = argument(node, 2, "mode", "constant") if named else "constant"
     value = argument(node, 3, "value") if named else argument(node, 2, "value", 0)

@@ -6,22 +6,22 @@ import functools
 import math
 import sys
 from array import array
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tightfit.apply.activations.strips.memory_estimate import peak_of
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.schedule import (
-    BoundaryState,
     ScheduleStep,
     Share,
-    StripPeak,
-    make_schedule,
+    Strips,
+    StripSchedules,
     taken,
     whole,
 )
 from tightfit.apply.activations.strips.stages import Stage, StageGraph, find_stages
+from tightfit.apply.activations.strips.strip_peaks import BoundaryState, StripPeak
 from tightfit.measure.forked_work import in_parallel
 from tightfit.schema.footprint import FeatureMaps
 from tightfit.simulator.allocator_replay import ROUGH, least_capacity_of_moves
@@ -39,7 +39,7 @@ class PlannedStage(NamedTuple):
     """A stage in strips. With `ahead`, maps are sent to the host and fetched from it while strips are computed."""
 
     stage: Stage
-    strips: Sequence[Sequence[ScheduleStep]]
+    strips: Strips
     ahead: bool
 
 
@@ -97,7 +97,9 @@ def _graphs_of(program: Program) -> list[StageGraph]:
 
 def planned_stages_of(graph: StageGraph, planned: Iterable[tuple[Stage, int, bool]]) -> tuple[PlannedStage, ...]:
     """Return stages with their strips; `planned` contains each stage, its number of strips and `ahead`."""
-    return tuple(PlannedStage(stage, make_schedule(graph, stage, count), ahead) for stage, count, ahead in planned)
+    return tuple(
+        PlannedStage(stage, StripSchedules(graph, stage).strips(count), ahead) for stage, count, ahead in planned
+    )
 
 
 @dataclass(frozen=True)
@@ -151,9 +153,9 @@ def _draft(graph: StageGraph, working: int, maps: FeatureMaps) -> _Draft:
     in_host = frozenset(movable if maps == "host" else ())
     chosen, kept, most = [], BoundaryState(StripPeak(0, 0), None), StripPeak(0, 0)
     for stage in stages:
-        schedule = _schedules_of(graph, stage, whole)
+        schedules = StripSchedules(graph, stage)
         for ahead in (True, False) if in_host.intersection((*stage.reads, *stage.stores)) else (False,):
-            count, peak, after = _count(graph, stage, schedule, in_host, kept, working, ahead=ahead)
+            count, peak, after = _count(graph, stage, schedules, in_host, kept, working, ahead=ahead)
             if peak.device <= max(kept.bytes.device, after.bytes.device) + working:
                 break
         chosen.append((stage, count, ahead))
@@ -184,45 +186,42 @@ def fewest_strips(graph: StageGraph, stage: Stage, working: int, share: Share) -
     device and besides what is kept before or after it; if none does, as many as help, in at most MOST_STEPS steps.
     """
     unknown, most = BoundaryState(StripPeak(0, 0), None), max(MOST_STEPS // max(len(stage.strips), 1), 1)
-    schedule = _schedules_of(graph, stage, share)
-    count, *_ = _count(graph, stage, schedule, frozenset(), unknown, working, ahead=False, share=share, most=most)
-    ways = [schedule(each, None) for each in (1, count)]
+    schedules = StripSchedules(graph, stage, share)
+    count, *_ = _count(graph, stage, schedules, frozenset(), unknown, working, ahead=False, share=share, most=most)
+    ways = [schedules.strips(each) for each in (1, count)]
     (at_once, after), (found, _) = (peak_of(graph, stage, way, frozenset(), unknown) for way in ways)
     kept = max(after.bytes.device, 0)
     return count if found.device - kept < WORTH * (at_once.device - kept) else 1
 
 
-_Schedules = Callable[[int, int | None], list[list[ScheduleStep]]]
-
-
-def _schedules_of(graph: StageGraph, stage: Stage, share: Share) -> _Schedules:
-    """Return a cached function: the steps of `stage` in so many strips, of the first so many of them or of all."""
-    return functools.cache(lambda count, first: make_schedule(graph, stage, count, first, share))
-
-
 def _count(
-    graph: StageGraph, stage: Stage, schedule: _Schedules, in_host: frozenset[int], kept: BoundaryState, working: int,
-    *, ahead: bool, share: Share = whole, most: int = sys.maxsize,
+    graph: StageGraph, stage: Stage, schedules: StripSchedules, in_host: frozenset[int], kept: BoundaryState,
+    working: int, *, ahead: bool, share: Share = whole, most: int = sys.maxsize,
 ) -> tuple[int, StripPeak, BoundaryState]:  # fmt: skip
     """Return the fewest strips with which `stage` keeps within `working`, the estimated peak, and the final state.
 
-    They are at most `most`, and have the steps of `schedule`.
+    They are at most `most`.
     """
+
+    def likely(count: int) -> StripPeak:
+        first = schedules.strips(count, FIRST + 1)[:FIRST]
+        return _likely_peak(graph, stage, first, in_host, kept, after, ahead=ahead)
+
     shares = (share(graph.program.nodes[index].rows) for index in (*stage.strips, *stage.reads))
     rows = min(max((hi - lo for lo, hi in shares), default=1), most)
-    found, after = peak_of(graph, stage, schedule(1, None), in_host, kept, ahead=ahead)
+    found, after = peak_of(graph, stage, schedules.strips(1), in_host, kept, ahead=ahead)
     enough, count = max(kept.bytes.device, after.bytes.device) + working, 1
     if ahead:
         count = min(rows, FEWEST)
-        found = _likely_peak(graph, stage, schedule(count, FIRST + 1)[:FIRST], in_host, kept, after, ahead=ahead)
+        found = likely(count)
     while found.device > enough and count < rows:
         # assumes that all bytes above the kept ones shrink with the strips; otherwise the loop continues
         more = max(count + 1, math.ceil(count * (found.device - enough + working) / working))
-        more = min(rows, more, 4 * count)
-        likely = _likely_peak(graph, stage, schedule(more, FIRST + 1)[:FIRST], in_host, kept, after, ahead=ahead)
-        if likely.device > WORTH * found.device and more > 4:
+        more = schedules.near(min(rows, more, 4 * count), count + 1, rows)
+        lower = likely(more)
+        if lower.device > WORTH * found.device and more > 4:
             break
-        count, found = more, likely
+        count, found = more, lower
     last = {index: graph.program.nodes[index].bytes // count for index in in_host.intersection(stage.stores)}
     return count, found, after._replace(leaving=last if ahead else {}, coming={})
 

@@ -1,0 +1,52 @@
+"""How many rows each strip of a stage has: all but the first are equally high, and where possible repeat each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+
+__all__ = ["StripHeights"]
+
+COARSE = 4  # least multiple of a height that others are rounded to: fewer would change them by more than a quarter
+MORE = 0.25  # part of the rows that the first strip must compute; up to that many more, if the others are even then
+
+
+class StripHeights:
+    """Heights of strips, as parts of all rows, for maps of so many `rows` each.
+
+    A map of 60 rows and one of 480, which is made from it, have the same rows in each strip if all strips are a
+    multiple of 8 of the 480 rows, and repeat after two strips if they are a multiple of 4. Such heights are *even*.
+    """
+
+    def __init__(self, rows: Iterable[int]) -> None:
+        self._unit = max(math.gcd(*rows), 1)  # heights that are multiples of this part repeat at once
+        self.lead = 0.0  # part of its rows by which an argument is ahead of the outputs, which the first strip has less
+
+    def parts(self, count: int) -> list[float]:
+        """Return the part of the rows that there is after each of `count` strips."""
+        height = float(self._even(count) or self._height(count))
+        return [1 - height * left for left in range(count - 1, -1, -1)]
+
+    def near(self, count: int, least: int, most: int) -> int:
+        """Return the number of strips from `least` to `most`, near `count`, that repeat after the fewest strips."""
+        near = range(max(count - count // 8, least), min(count + count // COARSE, most) + 1)
+        found = ((even * self._unit, each) for each in near if (even := self._even(each)) is not None)
+        best = min(found, key=lambda pair: (pair[0].denominator, abs(pair[1] - count)), default=(0, count))
+        return best[1]
+
+    def _height(self, count: int) -> float:
+        """Return the height of all strips but the first."""
+        return (1 - max(1 / count - self.lead, 0.0)) / (count - 1) if count > 1 else 1.0
+
+    def _even(self, count: int) -> Fraction | None:
+        """Return `_height`, rounded to an even one; None if that is too low, or too high, for the first strip."""
+        height, unit = self._height(count), self._unit
+        while height * unit < COARSE:
+            unit *= 2
+        for multiple in (math.ceil(height * unit - 1e-9), math.floor(height * unit + 1e-9)):
+            even = Fraction(multiple, unit)
+            first = 1 - even * (count - 1)
+            if 0 < first <= even and first + self.lead <= max(float(even), (1 + MORE) * self.lead) + 1e-9:
+                return even
+        return None
