@@ -65,7 +65,7 @@ class DeviceLayouts(LayoutMapBuffer):
 
     def parts(self, span: Span) -> Hashable:
         near = ((has, rows) for has, rows in self._strips if has.lo < span.hi and span.lo < has.hi)
-        return tuple((has.lo - span.lo, has.hi - span.lo, id(rows)) for has, rows in near)
+        return tuple((max(has.lo, span.lo) - span.lo, min(has.hi, span.hi) - span.lo, id(rows)) for has, rows in near)
 
     def repeat(self, like: Span, span: Span, *, put: bool) -> None:
         if put:

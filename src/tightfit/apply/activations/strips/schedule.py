@@ -72,9 +72,9 @@ class StripSchedules:
             self._found[key] = self._planned(*key)
         return self._found[key]
 
-    def near(self, count: int, least: int, most: int) -> int:
-        """Return the number of strips from `least` to `most`, near `count`, that repeat each other first."""
-        return self._heights.near(count, least, most)
+    def near(self, count: int, most: int) -> int:
+        """Return the number of strips, from `count` to a little above, that repeat after the fewest strips."""
+        return self._heights.near(count, most)
 
     def _planned(self, count: int, first: int) -> Strips:
         def planner(strips: int, derived: AbstractSet[int] = frozenset()) -> _StripPlanner:

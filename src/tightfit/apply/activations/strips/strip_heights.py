@@ -28,9 +28,9 @@ class StripHeights:
         height = float(self._even(count) or self._height(count))
         return [1 - height * left for left in range(count - 1, -1, -1)]
 
-    def near(self, count: int, least: int, most: int) -> int:
-        """Return the number of strips from `least` to `most`, near `count`, that repeat after the fewest strips."""
-        near = range(max(count - count // 8, least), min(count + count // COARSE, most) + 1)
+    def near(self, count: int, most: int) -> int:
+        """Return the number of strips, from `count` to a little above, that repeat after the fewest strips."""
+        near = range(count, min(count + count // COARSE, most) + 1)
         found = ((even * self._unit, each) for each in near if (even := self._even(each)) is not None)
         best = min(found, key=lambda pair: (pair[0].denominator, abs(pair[1] - count)), default=(0, count))
         return best[1]

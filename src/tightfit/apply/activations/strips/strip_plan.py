@@ -217,7 +217,7 @@ def _count(
     while found.device > enough and count < rows:
         # assumes that all bytes above the kept ones shrink with the strips; otherwise the loop continues
         more = max(count + 1, math.ceil(count * (found.device - enough + working) / working))
-        more = schedules.near(min(rows, more, 4 * count), count + 1, rows)
+        more = schedules.near(min(rows, more, 4 * count), rows)
         lower = likely(more)
         if lower.device > WORTH * found.device and more > 4:
             break
