@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from tightfit.apply.activations.strips.rows import Needs, Span
@@ -43,11 +44,15 @@ class ScheduleStep(NamedTuple):
 
 
 class Strips(list[list[ScheduleStep]]):
-    """The steps of each strip, and a number of its `kind`: strips of the same kind do the same with other rows."""
+    """The steps of each strip, and what kind each is: those of the same kind do the same with other rows."""
 
-    def __init__(self, strips: Iterable[list[ScheduleStep]], kinds: Sequence[int]) -> None:
+    def __init__(self, strips: Iterable[list[ScheduleStep]], find_kinds: Callable[[], list[int]]) -> None:
         super().__init__(strips)
-        self.kinds = kinds
+        self._find_kinds = find_kinds
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        return self._find_kinds()
 
 
 class StripSchedules:
@@ -264,8 +269,10 @@ class _StripPlanner:
         return spans, needed
 
     def strips(self) -> Strips:
-        kinds = StripKinds(self._graph, self._stage_nodes.order, self._spans, self._needed).of(self._first)
-        return Strips(map(self._strip, range(self._first)), kinds)
+        def find_kinds() -> list[int]:
+            return StripKinds(self._graph, self._stage_nodes.order, self._spans, self._needed).of(self._first)
+
+        return Strips(map(self._strip, range(self._first)), find_kinds)
 
     def _strip(self, strip: int) -> list[ScheduleStep]:
         steps, needed = [], self._needed
