@@ -98,9 +98,7 @@ def test_nothing_is_repeated_in_other_states_or_by_other_kinds(states: str) -> N
     ("count", "lead"), [(2, 0.0), (7, 0.0), (7, 0.05), (30, 0.02), (60, 0.0), (60, 0.25), (300, 0.3)]
 )
 def test_heights_are_equal_but_for_the_first(count: int, lead: float) -> None:
-    heights = StripHeights([60, 480])
-    heights.lead = lead
-    parts = heights.parts(count)
+    parts = StripHeights([60, 480]).parts(count, lead)
     assert len(parts) == count
     assert parts[-1] == 1
     rest = [high - low for low, high in pairwise(parts)]
@@ -111,9 +109,9 @@ def test_heights_are_equal_but_for_the_first(count: int, lead: float) -> None:
 
 def test_numbers_of_strips_near_by_are_taken_if_they_repeat() -> None:
     heights = StripHeights([60, 480])
-    assert heights.near(58, 480) == 60  # one of 60 rows each
-    assert heights.near(58, 59) == 58  # there is no other
-    assert heights.near(3, 60) == 3
+    assert heights.near(58, 480, 0.0) == 60  # one of 60 rows each
+    assert heights.near(58, 59, 0.0) == 58  # there is no other
+    assert heights.near(3, 60, 0.0) == 3
 
 
 @pytest.mark.parametrize("rows", [60, 61])

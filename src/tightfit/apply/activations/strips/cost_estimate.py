@@ -122,14 +122,14 @@ class _CostEstimator(StripWalker[OpLayout]):
             if step.node in self._held:
                 first, rows = self._held[step.node]
                 self._held[step.node] = first + step.span.lo - before.span.lo, rows
-        kept = [place for place, step in enumerate(strips[done]) if step.node in self._reads | self._stores]
-        for number in repeat.skipped:
-            for place in kept:
-                step, like = strips[number][place], strips[repeat.like(number)][place]
-                if step.span.hi > step.span.lo:
-                    self._map(step.node).repeat(like.span, step.span, put=step.node in self._stores)
-                    if step.node in self._reads & self._drops:
-                        self._maps[step.node].forget(step.span.hi)
+        kept, used_up = self._reads | self._stores, self._reads & self._drops
+        places = [place for place, step in enumerate(strips[done]) if step.node in kept]
+        for number, place in itertools.product(repeat.skipped, places):
+            step, like = strips[number][place], strips[repeat.like(number)][place]
+            if step.span.hi > step.span.lo:
+                self._map(step.node).repeat(like.span, step.span, put=step.node in self._stores)
+                if step.node in used_up:
+                    self._maps[step.node].forget(step.span.hi)
 
     def _make_whole(self, index: int) -> OpLayout:
         self._costs.at(self._once.places[index])

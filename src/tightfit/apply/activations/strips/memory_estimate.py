@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Hashable, Iterator, Mapping, MutableSequence, Sequence
 
 from tightfit.apply.activations.strips.held_memory import HeldMemory
@@ -103,12 +104,13 @@ class _MemoryOfStrips(HeldMemory):
             if step.node in self._windows:
                 (lo, hi), far = self._windows[step.node], step.span.lo - before.span.lo
                 self._windows[step.node] = Span(lo + far, hi + far)
-        kept = [place for place, step in enumerate(strips[done]) if step.node in self._reads | self._stores]
-        for index, span in (strips[number][place][:2] for number in repeat.skipped for place in kept):
+        kept = self._reads | self._stores
+        places = [place for place, step in enumerate(strips[done]) if step.node in kept]
+        for number, place in itertools.product(repeat.skipped, places):
+            index, span = strips[number][place][:2]
             if index in self._stores and index in self._in_host:
                 self._there[index] = max(span.hi, self._there.get(index, 0))
             elif self._strips is not None and index in self._stores and index not in self._whole and span.hi > span.lo:
                 self._strips.setdefault(index, []).append(self._strip(index, span))
             elif self._strips is not None and index in self._going and index not in self._in_host:
-                there = self._strips.get(index, [])
-                there[:] = [each for each in there if each[0].hi > span.hi]
+                self._strips[index] = [each for each in self._strips.get(index, ()) if each[0].hi > span.hi]

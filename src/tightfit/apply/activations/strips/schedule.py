@@ -65,6 +65,7 @@ class StripSchedules:
         self._graph, self._stage, self._share = graph, stage, share
         kept = (graph.program.nodes[index].rows for index in {*_stage_nodes_of(graph, stage).targets, *stage.reads})
         self._heights = StripHeights(hi - lo for lo, hi in map(share, kept))
+        self._lead = 0.0  # of the last number of strips
         self._found: dict[tuple[int, int], Strips] = {}
 
     def strips(self, count: int, first: int | None = None) -> Strips:
@@ -79,18 +80,20 @@ class StripSchedules:
 
     def near(self, count: int, most: int) -> int:
         """Return the number of strips, from `count` to a little above, that repeat after the fewest strips."""
-        return self._heights.near(count, most)
+        return self._heights.near(count, most, self._lead)
 
     def _planned(self, count: int, first: int) -> Strips:
-        def planner(strips: int, derived: AbstractSet[int] = frozenset()) -> _StripPlanner:
-            return _StripPlanner(self._graph, self._stage, self._heights.parts(count), strips, self._share, derived)
-
+        trial = self._planner(count, min(count, TRIAL))
         if count == 1:
-            return planner(count).strips()
-        self._heights.lead = 0.0
-        trial = planner(min(count, TRIAL))
-        self._heights.lead = trial.lead()
-        return planner(first, trial.derived()).strips()
+            return trial.strips()
+        self._lead = trial.lead()
+        return self._planner(count, first, self._lead, trial.derived()).strips()
+
+    def _planner(
+        self, count: int, first: int, lead: float = 0.0, derived: AbstractSet[int] = frozenset()
+    ) -> _StripPlanner:
+        parts = self._heights.parts(count, lead)
+        return _StripPlanner(self._graph, self._stage, parts, first, self._share, derived)
 
 
 def taken(stage: Stage, strip: Sequence[ScheduleStep]) -> dict[int, Span]:

@@ -21,32 +21,34 @@ class StripHeights:
 
     def __init__(self, rows: Iterable[int]) -> None:
         self._unit = max(math.gcd(*rows), 1)  # heights that are multiples of this part repeat at once
-        self.lead = 0.0  # part of its rows by which an argument is ahead of the outputs, which the first strip has less
 
-    def parts(self, count: int) -> list[float]:
-        """Return the part of the rows that there is after each of `count` strips."""
-        height = float(self._even(count) or self._height(count))
+    def parts(self, count: int, lead: float = 0.0) -> list[float]:
+        """Return the part of the rows that there is after each of `count` strips.
+
+        The first has less, by the `lead`: the part of its rows by which an argument is ahead of the outputs.
+        """
+        height = float(self._even(count, lead) or _height(count, lead))
         return [1 - height * left for left in range(count - 1, -1, -1)]
 
-    def near(self, count: int, most: int) -> int:
+    def near(self, count: int, most: int, lead: float) -> int:
         """Return the number of strips, from `count` to a little above, that repeat after the fewest strips."""
         near = range(count, min(count + count // COARSE, most) + 1)
-        found = ((even * self._unit, each) for each in near if (even := self._even(each)) is not None)
-        best = min(found, key=lambda pair: (pair[0].denominator, abs(pair[1] - count)), default=(0, count))
-        return best[1]
+        found = ((even * self._unit, each) for each in near if (even := self._even(each, lead)) is not None)
+        return min(found, key=lambda pair: (pair[0].denominator, pair[1]), default=(0, count))[1]
 
-    def _height(self, count: int) -> float:
-        """Return the height of all strips but the first."""
-        return (1 - max(1 / count - self.lead, 0.0)) / (count - 1) if count > 1 else 1.0
-
-    def _even(self, count: int) -> Fraction | None:
+    def _even(self, count: int, lead: float) -> Fraction | None:
         """Return `_height`, rounded to an even one; None if that is too low, or too high, for the first strip."""
-        height, unit = self._height(count), self._unit
+        height, unit = _height(count, lead), self._unit
         while height * unit < COARSE:
             unit *= 2
         for multiple in (math.ceil(height * unit - 1e-9), math.floor(height * unit + 1e-9)):
             even = Fraction(multiple, unit)
             first = 1 - even * (count - 1)
-            if 0 < first <= even and first + self.lead <= max(float(even), (1 + MORE) * self.lead) + 1e-9:
+            if 0 < first <= even and first + lead <= max(float(even), (1 + MORE) * lead) + 1e-9:
                 return even
         return None
+
+
+def _height(count: int, lead: float) -> float:
+    """Return the height of all of `count` strips but the first."""
+    return (1 - max(1 / count - lead, 0.0)) / (count - 1) if count > 1 else 1.0
