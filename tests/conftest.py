@@ -97,6 +97,15 @@ def attention_backend_put_back() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def gradients_recorded_after_it() -> Iterator[None]:
+    """A test that leaves torch's gradients off fails by itself, instead of all those after it that need them."""
+    yield
+    recorded = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert recorded
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Stable Diffusion: 64 × 64 pixels, whose sides must be multiples of 4. Not to be changed."""

@@ -679,6 +679,7 @@ def default_interrupts() -> Iterator[None]:
 def interrupted(work: Callable[[], object], seconds: float) -> KeyboardInterrupt | None:
     """Does `work`, with a SIGINT after `seconds`; the interruption, unless the work was done before."""
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    recorded = torch.is_grad_enabled()
     try:
         timer.start()
         work()
@@ -686,6 +687,8 @@ def interrupted(work: Callable[[], object], seconds: float) -> KeyboardInterrupt
         timer.join()
     except KeyboardInterrupt as error:
         return error
+    finally:
+        torch.set_grad_enabled(recorded)  # torch.no_grad leaves gradients off if it is interrupted while it ends
     return None
 
 
