@@ -117,19 +117,15 @@ class _CostEstimator(StripWalker[OpLayout]):
         """Go on after `repeat`: what is held and kept is the same, of other rows."""
         if not repeat.skipped:
             return
-        done = repeat.skipped.start - 1
-        for before, step in zip(strips[done], strips[repeat.end - 1], strict=True):
-            if step.node in self._held:
-                first, rows = self._held[step.node]
-                self._held[step.node] = first + step.span.lo - before.span.lo, rows
-        kept, used_up = self._reads | self._stores, self._reads & self._drops
-        places = [place for place, step in enumerate(strips[done]) if step.node in kept]
-        for number, place in itertools.product(repeat.skipped, places):
-            step, like = strips[number][place], strips[repeat.like(number)][place]
-            if step.span.hi > step.span.lo:
-                self._map(step.node).repeat(like.span, step.span, put=step.node in self._stores)
-                if step.node in used_up:
-                    self._maps[step.node].forget(step.span.hi)
+        for index, far in strips.moved(repeat):
+            if index in self._held:
+                first, rows = self._held[index]
+                self._held[index] = first + far, rows
+        used_up = self._reads & self._drops
+        for step, like in strips.skipped(repeat, self._reads | self._stores):
+            self._map(step.node).repeat(like, step.span, put=step.node in self._stores)
+            if step.node in used_up:
+                self._maps[step.node].forget(step.span.hi)
 
     def _make_whole(self, index: int) -> OpLayout:
         self._costs.at(self._once.places[index])

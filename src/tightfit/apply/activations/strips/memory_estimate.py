@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Hashable, Iterator, Mapping, MutableSequence, Sequence
 
 from tightfit.apply.activations.strips.held_memory import HeldMemory
@@ -81,7 +80,7 @@ class _MemoryOfStrips(HeldMemory):
         """Count the strips within the block as often as `repeat` says."""
         live, host, begin = self._live, self._host, len(self._moves or ())
         before, before_host = self.most, self.most_host
-        if not repeat.skipped:
+        if not repeat.skipped or not isinstance(strips, Strips):  # other strips are of unknown kinds
             yield
             return
         self.most, self.most_host = live, host
@@ -97,20 +96,17 @@ class _MemoryOfStrips(HeldMemory):
                 self._moves.extend(once)
         self._skip(strips, repeat)
 
-    def _skip(self, strips: Sequence[Sequence[ScheduleStep]], repeat: Repeat) -> None:
+    def _skip(self, strips: Strips, repeat: Repeat) -> None:
         """Note which rows are held and kept after the strips that repeat others; their bytes are counted."""
-        done = repeat.skipped.start - 1
-        for before, step in zip(strips[done], strips[repeat.end - 1], strict=True):
-            if step.node in self._windows:
-                (lo, hi), far = self._windows[step.node], step.span.lo - before.span.lo
-                self._windows[step.node] = Span(lo + far, hi + far)
-        kept = self._reads | self._stores
-        places = [place for place, step in enumerate(strips[done]) if step.node in kept]
-        for number, place in itertools.product(repeat.skipped, places):
-            index, span = strips[number][place][:2]
+        for index, far in strips.moved(repeat):
+            if index in self._windows:
+                lo, hi = self._windows[index]
+                self._windows[index] = Span(lo + far, hi + far)
+        for step, _ in strips.skipped(repeat, self._reads | self._stores):
+            index, span = step.node, step.span
             if index in self._stores and index in self._in_host:
-                self._there[index] = max(span.hi, self._there.get(index, 0))
-            elif self._strips is not None and index in self._stores and index not in self._whole and span.hi > span.lo:
+                self._there[index] = span.hi
+            elif self._strips is not None and index in self._stores and index not in self._whole:
                 self._strips.setdefault(index, []).append(self._strip(index, span))
             elif self._strips is not None and index in self._going and index not in self._in_host:
                 self._strips[index] = [each for each in self._strips.get(index, ()) if each[0].hi > span.hi]

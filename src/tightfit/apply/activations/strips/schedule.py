@@ -5,6 +5,7 @@ Integer arithmetic only: no tensor is used.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from tightfit.apply.activations.strips.rows import Needs, Span
 from tightfit.apply.activations.strips.stages import Stage, StageGraph
 from tightfit.apply.activations.strips.strip_heights import StripHeights
-from tightfit.apply.activations.strips.strip_repeats import StripKinds
+from tightfit.apply.activations.strips.strip_repeats import Repeat, StripKinds
 
 __all__ = ["ScheduleStep", "Share", "StripSchedules", "Strips", "taken", "whole"]
 
@@ -53,6 +54,18 @@ class Strips(list[list[ScheduleStep]]):
     @cached_property
     def kinds(self) -> list[int]:
         return self._find_kinds()
+
+    def moved(self, repeat: Repeat) -> Iterator[tuple[int, int]]:
+        """Yield each node, and how many rows farther it is after `repeat` than after the strips that are repeated."""
+        done, end = self[repeat.skipped.start - 1], self[repeat.end - 1]
+        return ((after.node, after.span.lo - before.span.lo) for before, after in zip(done, end, strict=True))
+
+    def skipped(self, repeat: Repeat, nodes: AbstractSet[int]) -> Iterator[tuple[ScheduleStep, Span]]:
+        """Yield steps of `nodes` in the skipped strips of `repeat`, and the rows of the steps that they repeat."""
+        places = [place for place, step in enumerate(self[repeat.first]) if step.node in nodes]
+        for number, place in itertools.product(repeat.skipped, places):
+            if (step := self[number][place]).span.hi > step.span.lo:
+                yield step, self[repeat.like(number)][place].span
 
 
 class StripSchedules:

@@ -198,9 +198,9 @@ def _count(
     graph: StageGraph, stage: Stage, schedules: StripSchedules, in_host: frozenset[int], kept: BoundaryState,
     working: int, *, ahead: bool, share: Share = whole, most: int = sys.maxsize,
 ) -> tuple[int, StripPeak, BoundaryState]:  # fmt: skip
-    """Return the fewest strips with which `stage` keeps within `working`, the estimated peak, and the final state.
+    """Return about the fewest strips with which `stage` keeps within `working`, the peak, and the final state.
 
-    They are at most `most`.
+    Up to a quarter more than the fewest if they repeat each other then; at most `most`.
     """
 
     def likely(count: int) -> StripPeak:
