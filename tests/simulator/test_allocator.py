@@ -348,15 +348,15 @@ def test_what_a_trial_tells_of_other_cards_is_what_they_would_do(
         while there and order.random() < 0.45:
             moves.append(-there.pop(order.randrange(len(there))))
     history = _events_of(moves)
-    trials = allocator_replay._Trial
-    tells = trials.tells
+    outcomes = allocator_replay._Outcome
+    tells = outcomes.tells
 
-    def telling(trial: allocator_replay._Trial, capacity: int) -> bool:
-        found = tells(trial, capacity)
-        assert not found or trial.fits == _fits(history, capacity, expandable=expandable)
+    def telling(outcome: allocator_replay._Outcome, capacity: int) -> bool:
+        found = tells(outcome, capacity)
+        assert not found or outcome.fits == _fits(history, capacity, expandable=expandable)
         return found
 
-    with mock.patch.object(trials, "tells", telling):
+    with mock.patch.object(outcomes, "tells", telling):
         least = least_capacity(history, expandable=expandable, within=within)
     assert _fits(history, least, expandable=expandable)
     assert least_capacity_of_moves(moves, expandable=expandable, within=within) == least

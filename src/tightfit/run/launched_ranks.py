@@ -131,7 +131,12 @@ def _early_place(size: int) -> tuple[int, str]:
 
 
 def _join(own: LaunchedRank, watch: RankWatch) -> None:
-    """Make the process group of all ranks, which are watched from here on. Raises RunError if one does not begin."""
+    """Make the process group of all ranks, which are watched from here on. Raises RunError if one does not begin.
+
+    gloo's connections are made rank by rank: a rank that were done at once would close its own while others still
+    connect, which would take that for a failure. So each waits until all are connected.
+    """
+    import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
@@ -146,6 +151,7 @@ def _join(own: LaunchedRank, watch: RankWatch) -> None:
     backend = "cpu:gloo,cuda:nccl" if usable_cards() and dist.is_nccl_available() else "gloo"
     with backend_errors_named(own.rank):
         dist.init_process_group(backend, store=PrefixStore("default_pg", store), rank=own.rank, world_size=own.size)
+        dist.all_reduce(torch.zeros(1))  # on the CPU, and so by gloo
 
 
 def _connected_store(own: LaunchedRank) -> Store:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from tightfit.simulator.allocator import AllocatorEvent, CachingAllocator, CardFull
 from tightfit.simulator.blocks import (
@@ -21,12 +24,14 @@ from tightfit.simulator.blocks import (
 
 __all__ = [
     "ROUGH",
+    "CapacitySearch",
     "least_capacity",
     "least_capacity_of_moves",
     "lowest_fitting",
     "replay",
     "reserved_for",
     "rounded_peak",
+    "search_of_moves",
 ]
 
 ROUGH = 0.01  # relative excess over the smallest capacity where finding that is not worth the time
@@ -98,6 +103,26 @@ class _Growing(CachingAllocator):
             return self.malloc(requested, stream)
 
 
+class _Outcome(NamedTuple):
+    """What a replay on a card of `capacity` bytes told."""
+
+    capacity: int
+    fits: bool
+    least: int  # for any capacity from here on, …
+    below: float  # … and below this, it would have reserved bytes as it did
+    spare: float  # bytes by which address ranges were longer than a decision needed
+    pages: tuple[int, ...]  # of its pools; none if address ranges do not depend on the capacity
+
+    def tells(self, capacity: int) -> bool:
+        """Whether a card with `capacity` bytes would have made the same decisions."""
+        if capacity == self.capacity:
+            return True
+        if not self.least <= capacity < self.below:
+            return False
+        shorter = (range_size(self.capacity, page) - range_size(capacity, page) for page in self.pages)
+        return not self.pages or (self.spare >= 0 and max(shorter) <= self.spare)
+
+
 class _Trial(CachingAllocator):
     """An allocator that tracks for which other capacities it would have made the same decisions.
 
@@ -105,25 +130,19 @@ class _Trial(CachingAllocator):
     only because of the end of a range, the range was long enough for it by `spare` bytes.
     """
 
-    def __init__(self, play: Callable[[CachingAllocator], None], capacity: int, *, expandable: bool) -> None:
+    def __init__(self, capacity: int, *, expandable: bool) -> None:
         super().__init__(capacity, _passed, expandable=expandable, keep=False)
         self._least, self._below, self._spare = 0, math.inf, math.inf
+
+    def outcome(self, play: Callable[[CachingAllocator], None]) -> _Outcome:
+        """Replay what `play` asks for."""
         try:
             play(self)
-            self.fits = True
+            fits = True
         except CardFull:
-            self.fits = False
-
-    def tells(self, capacity: int) -> bool:
-        """Whether a card with `capacity` bytes would have made the same decisions."""
-        if capacity == self.capacity:
-            return True
-        if not self._least <= capacity < self._below:
-            return False
-        shorter = (
-            range_size(self.capacity, pool.page) - range_size(capacity, pool.page) for pool in self._pools.values()
-        )
-        return not self.expandable or (self._spare >= 0 and max(shorter) <= self._spare)
+            fits = False
+        pages = tuple(pool.page for pool in self._pools.values()) if self.expandable else ()
+        return _Outcome(self.capacity, fits, self._least, self._below, self._spare, pages)
 
     def _has(self, length: int, most: int) -> bool:
         needed = self.reserved.now + length
@@ -171,28 +190,72 @@ def least_capacity(history: Sequence[AllocatorEvent], *, expandable: bool = Fals
 
     `within` is the allowed relative excess over the smallest capacity.
     """
-    return _least_capacity(lambda card: _ask(card, history), rounded_peak(history), expandable, within)
+    play = functools.partial(_ask, history=history)
+    return CapacitySearch.begun(play, rounded_peak(history), expandable=expandable, within=within).least()
+
+
+def search_of_moves(moves: Sequence[int], *, expandable: bool = False, within: float = 0.0) -> CapacitySearch:
+    """Begin to search for the `least_capacity` of bytes allocated or (negative) freed.
+
+    Of equal sizes the oldest is freed first.
+    """
+    there = itertools.accumulate(rounded(size) if size > 0 else -rounded(-size) for size in moves)
+    play = functools.partial(_ask_moves, moves=moves)
+    return CapacitySearch.begun(play, max(there, default=0), expandable=expandable, within=within)
 
 
 def least_capacity_of_moves(moves: Sequence[int], *, expandable: bool = False, within: float = 0.0) -> int:
-    """As `least_capacity`, of bytes allocated or (negative) freed; of equal sizes the oldest is freed first."""
-    there = itertools.accumulate(rounded(size) if size > 0 else -rounded(-size) for size in moves)
-    return _least_capacity(lambda card: _ask_moves(card, moves), max(there, default=0), expandable, within)
+    """Return what `search_of_moves` finds."""
+    return search_of_moves(moves, expandable=expandable, within=within).least()
 
 
-def _least_capacity(play: Callable[[CachingAllocator], None], peak: int, expandable: bool, within: float) -> int:
-    trials: list[_Trial] = []
+def _later(job: Callable[[], _Outcome]) -> Callable[[], _Outcome]:
+    return job
 
-    def fits(capacity: int) -> bool:
-        known = next((trial for trial in trials if trial.tells(capacity)), None)
-        if known is None:
-            trials.append(known := _Trial(play, capacity, expandable=expandable))
-        return known.fits
 
-    fails = peak // LARGE_ROUNDING - 1
-    first = (fails + max(1, int(within * fails))) * LARGE_ROUNDING
-    play(growing := _Growing(first, _passed, expandable=expandable, keep=False))
-    return first if growing.capacity == first else lowest_fitting(fails, growing.capacity, fits, within)
+@dataclass(frozen=True)
+class CapacitySearch:
+    """A search for the smallest capacity that does for what `play` asks of an allocator; another process may end it."""
+
+    play: Callable[[CachingAllocator], None]
+    expandable: bool
+    within: float  # allowed relative excess
+    fails: int  # multiple of 2 MiB that does not do
+    guess: int  # capacity in bytes of a card that grew with what it was asked for
+    found: bool  # whether nothing is smaller than `guess`
+
+    @classmethod
+    def begun(
+        cls, play: Callable[[CachingAllocator], None], peak: int, *, expandable: bool, within: float
+    ) -> CapacitySearch:
+        """Return the search with a guess; `peak` is that of all blocks together."""
+        fails = peak // LARGE_ROUNDING - 1
+        first = (fails + max(1, int(within * fails))) * LARGE_ROUNDING
+        play(growing := _Growing(first, _passed, expandable=expandable, keep=False))
+        return cls(play, expandable, within, fails, growing.capacity, growing.capacity == first)
+
+    def least(self, begin: Callable[[Callable[[], _Outcome]], Callable[[], _Outcome]] = _later) -> int:
+        """Return the smallest capacity in bytes, a multiple of 2 MiB.
+
+        `begin` may begin a replay in another process that is likely to be needed, and returns how to get its result.
+        """
+        if self.found:
+            return self.guess
+        below = _just_below(self.guess // LARGE_ROUNDING, self.within) * LARGE_ROUNDING
+        of_below = begin(functools.partial(self._replayed, below))
+        outcomes: list[_Outcome] = []
+
+        def fits(capacity: int) -> bool:
+            known = next((outcome for outcome in outcomes if outcome.tells(capacity)), None)
+            if known is None:
+                known = of_below() if capacity == below else self._replayed(capacity)
+                outcomes.append(known)
+            return known.fits
+
+        return lowest_fitting(self.fails, self.guess, fits, self.within)
+
+    def _replayed(self, capacity: int) -> _Outcome:
+        return _Trial(capacity, expandable=self.expandable).outcome(self.play)
 
 
 def lowest_fitting(fails: int, guess: int, fits: Callable[[int], bool], within: float) -> int:
@@ -204,7 +267,7 @@ def lowest_fitting(fails: int, guess: int, fits: Callable[[int], bool], within: 
     most, step = guess // LARGE_ROUNDING, max(1, int(within * fails))
     while not fits(most * LARGE_ROUNDING):
         fails, most, step = most, most + step, 2 * step
-    tried = most - max(1, int(within * most / (1 + within)))
+    tried = _just_below(most, within)
     while most - fails > max(1, within * fails):
         if fits(tried * LARGE_ROUNDING):
             most = tried
@@ -212,3 +275,8 @@ def lowest_fitting(fails: int, guess: int, fits: Callable[[int], bool], within: 
             fails = tried
         tried = (most + fails) // 2
     return most * LARGE_ROUNDING
+
+
+def _just_below(most: int, within: float) -> int:
+    """So much below `most` that a search ends if it fails."""
+    return most - max(1, int(within * most / (1 + within)))
