@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.plan import cost_model as strips
-from tightfit.plan.compute_segments import ComputeSegment, StripStageTiming
+from tightfit.plan.compute_segments import ComputeSegment, StripRuns, StripStageTiming
 from tightfit.plan.cost_model import work_in_strips
 from tightfit.plan.timeline import TransferSimulator
 
@@ -19,15 +19,19 @@ seconds = st.floats(0, 0.01)
 
 
 @st.composite
+def runs_within(draw: st.DrawFn, strips: int) -> StripRuns:
+    """In all strips, in all up to one, or in some of these."""
+    end = draw(st.sampled_from([strips, strips, max(strips - 1, 1), max(strips // 2, 1)]))
+    return StripRuns(draw(st.sampled_from([end, end, max(end // 3, 1)])), end)
+
+
+@st.composite
 def timings(draw: st.DrawFn) -> list[StripStageTiming]:
     found = []
     for _ in range(draw(st.integers(1, 3))):
         count = draw(st.integers(1, 60))
         names = draw(st.lists(st.sampled_from(["", *NAMES]), max_size=4))
-        turns = [
-            (draw(st.sampled_from([count, max(count // 3, 1)])), ComputeSegment(name, draw(seconds), draw(seconds) / 5))
-            for name in names
-        ]
+        turns = [(draw(runs_within(count)), ComputeSegment(name, draw(seconds), draw(seconds) / 5)) for name in names]
         once = [ComputeSegment(name, draw(seconds), 0.0) for name in draw(st.lists(st.sampled_from(NAMES), max_size=1))]
         found.append(
             StripStageTiming(count, draw(st.booleans()), once, turns, draw(seconds) / 5, draw(seconds), draw(seconds))

@@ -348,10 +348,10 @@ def test_what_a_trial_tells_of_other_cards_is_what_they_would_do(
         while there and order.random() < 0.45:
             moves.append(-there.pop(order.randrange(len(there))))
     history = _events_of(moves)
-    outcomes = allocator_replay._Outcome
+    outcomes = allocator_replay._Replayed
     tells = outcomes.tells
 
-    def telling(outcome: allocator_replay._Outcome, capacity: int) -> bool:
+    def telling(outcome: allocator_replay._Replayed, capacity: int) -> bool:
         found = tells(outcome, capacity)
         assert not found or outcome.fits == _fits(history, capacity, expandable=expandable)
         return found

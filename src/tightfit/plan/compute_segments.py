@@ -10,6 +10,7 @@ from tightfit.schema.machine import EXCHANGES, Accelerator, KernelGroup
 
 __all__ = [
     "ComputeSegment",
+    "StripRuns",
     "StripStageTiming",
     "in_order",
     "merge_segments",
@@ -69,29 +70,39 @@ def seconds_without_weights(segments: Iterable[ComputeSegment], overhead: float 
     return seconds
 
 
+class StripRuns(NamedTuple):
+    """In which strips work runs: in the first one, and then at even intervals."""
+
+    strips: int  # in how many
+    end: int  # number of the strip after the last one
+
+    def at(self, number: int) -> bool:
+        """Whether it runs in strip `number` (from 0)."""
+        strips, end = self
+        return not number or (number < end and number * strips // end > (number - 1) * strips // end)
+
+
 class StripStageTiming(NamedTuple):
     """Work and copies of one strip stage."""
 
     strips: int  # number of strips
     prefetches: bool  # whether feature maps are copied while another strip computes
     before_strips: list[ComputeSegment]  # before the first strip
-    layer_work: list[tuple[int, ComputeSegment]]  # in how many strips a segment runs, and its work in each of these
+    layer_work: list[tuple[StripRuns, ComputeSegment]]  # in which strips a segment runs, and its work in each of these
     launching: float  # seconds of the host for copies, for each strip
     load_seconds: float  # seconds of the link to load feature maps, for each strip
     offload_seconds: float  # seconds of the link to offload feature maps, for each strip
 
-    @property
-    def even(self) -> bool:
-        """Whether every segment runs in every strip."""
-        return all(runs == self.strips for runs, _ in self.layer_work)
-
     def strip(self, number: int) -> list[ComputeSegment]:
         """Return the segments of strip `number`; the first strip (0) has all of them."""
-        return [
-            segment
-            for runs, segment in self.layer_work
-            if not number or number * runs // self.strips > (number - 1) * runs // self.strips
-        ]
+        return [segment for runs, segment in self.layer_work if runs.at(number)]
+
+    def alike_until(self, number: int) -> int:
+        """Return the number of a strip up to which all from strip `number` on have the same segments."""
+        left = [runs for runs, _ in self.layer_work if runs.end > number]
+        if any(runs.strips < runs.end for runs in left):
+            return number + 1
+        return min((runs.end for runs in left), default=self.strips)
 
 
 def in_order(timings: Iterable[StripStageTiming]) -> Iterator[ComputeSegment]:

@@ -9,6 +9,7 @@ from itertools import groupby
 from tightfit.catalog.cuda import PAGEABLE
 from tightfit.plan.compute_segments import (
     ComputeSegment,
+    StripRuns,
     StripStageTiming,
     in_order,
     merge_segments,
@@ -130,13 +131,18 @@ class CostModel:
             found = (self._segment(work, groups.get(work.layer, ""), granularity) for work in layer_work)
             return merge_segments(found, share)
 
-        by_runs = groupby(zip(stage.strip_counts, stage.layer_work, strict=True), lambda both: both[0])
+        runs = map(StripRuns, stage.strip_counts, stage.strip_ends)
+        by_runs = groupby(zip(runs, stage.layer_work, strict=True), lambda both: both[0])
         link, out = self._device.link_rate, self._device.link_rate_out or self._device.link_rate
         return StripStageTiming(
             stage.strips,
             stage.prefetches,
             segments(stage.before_strips, time_scale),
-            [(runs, found) for runs, some in by_runs for found in segments((t for _, t in some), time_scale / runs)],
+            [
+                (runs, found)
+                for runs, some in by_runs
+                for found in segments((work for _, work in some), time_scale / runs.strips)
+            ],
             time_scale * stage.copies * self._device.launch_overhead / stage.strips,
             stage.bytes_in / link / stage.strips if link else 0.0,
             stage.bytes_out / out / stage.strips if out else 0.0,
@@ -226,21 +232,26 @@ class _FeatureMapTraffic:
         """Simulate all strips of a stage. If it prefetches, the last one requests the next stage's first inputs."""
         for segment in timing.before_strips:
             self._flow.run(segment)
-        even, number, clocks = timing.even, 0, [self._clocks]
-        strip = timing.strip(0)
-        needed = [segment.group for segment in strip if segment.group]
-        while number < timing.strips - 1:
+        number, last = 0, timing.strips - 1
+        while number < last:
+            end = min(timing.alike_until(number), last)
+            self._equal_strips(timing, timing.strip(number), end - number)
+            number = end
+        self._strip(timing, timing.strip(last), then)
+
+    def _equal_strips(self, timing: StripStageTiming, strip: Sequence[ComputeSegment], count: int) -> None:
+        """Simulate `count` strips with the same segments; those that take equally long at once."""
+        needed, clocks = [segment.group for segment in strip if segment.group], [self._clocks]
+        while count:
             self._strip(timing, strip, timing)
-            number += 1
+            count -= 1
             clocks = [*clocks[-3:], self._clocks]
-            if even and _steady(clocks):
+            if count and _steady(clocks):
                 *later, offloaded_at, loaded_at = (b - a for a, b in zip(*clocks[-2:], strict=True))
-                skipped = self._flow.skip(needed, timing.strips - 1 - number, Clocks(*later))
+                skipped = self._flow.skip(needed, count, Clocks(*later))
                 self._offloaded_at += skipped * offloaded_at
                 self._loaded_at = self._loaded_at and self._loaded_at + skipped * loaded_at
-                number, clocks = number + skipped, [self._clocks]
-            strip = strip if even else timing.strip(number)
-        self._strip(timing, strip, then)
+                count, clocks = count - skipped, [self._clocks]
 
     def _strip(
         self, timing: StripStageTiming, strip: Sequence[ComputeSegment], following: StripStageTiming | None

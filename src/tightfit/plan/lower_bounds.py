@@ -135,7 +135,7 @@ def _one_after_another(timings: Sequence[StripStageTiming]) -> list[ComputeSegme
     """Return the segments of a call in strips: of each stage the first strip in full, the others as one segment."""
     segments: list[ComputeSegment] = []
     for timing in timings:
-        others = sum((runs - 1) * segment.seconds for runs, segment in timing.layer_work)
+        others = sum((runs.strips - 1) * segment.seconds for runs, segment in timing.layer_work)
         segments += [*timing.before_strips, *timing.strip(0), ComputeSegment("", others, 0.0)]
     return segments
 

@@ -125,8 +125,9 @@ class ComponentCall(Record):
 class StripStageProfile(Record):
     """Work of one stage of a strip option: once before the first strip, then strip by strip.
 
-    Layer work that runs in fewer strips than there are (an operation that reduces many rows to few) runs in the first
-    strip and then at even intervals, about equally much each time.
+    Layer work that runs in fewer strips than there are runs in the first strip and then at even intervals until its
+    last one, about equally much each time: earlier operations are done before later ones, and an operation that reduces
+    many rows to few needs several strips for a row.
     """
 
     strips: Positive  # number of strips
@@ -134,15 +135,19 @@ class StripStageProfile(Record):
     before_strips: tuple[LayerWork, ...] = ()  # before the first strip
     layer_work: tuple[LayerWork, ...] = ()  # in the order within a strip, summed over all strips
     strip_counts: tuple[Positive, ...] = ()  # number of strips in which each of `layer_work` runs
+    strip_ends: tuple[Positive, ...] = ()  # number of the strip after the last one in which each runs
     copies: Count = 0  # number of copies over the link that the host launches
     bytes_in: Count = 0  # bytes of feature maps copied from host to device
     bytes_out: Count = 0  # bytes of feature maps copied from device to host
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if len(self.strip_counts) != len(self.layer_work) or any(runs > self.strips for runs in self.strip_counts):
+        counts, ends = list(self.strip_counts), list(self.strip_ends)
+        if not len(counts) == len(ends) == len(self.layer_work) or any(
+            not runs <= end <= self.strips for runs, end in zip(counts, ends, strict=True)
+        ):
             raise ValueError(
-                f"{len(self.layer_work)} layers in {self.strips} strips cannot run in {list(self.strip_counts)} of them"
+                f"{len(self.layer_work)} layers in {self.strips} strips cannot run in {counts} of them before {ends}"
             )
         return self
 

@@ -103,7 +103,7 @@ class _Growing(CachingAllocator):
             return self.malloc(requested, stream)
 
 
-class _Outcome(NamedTuple):
+class _Replayed(NamedTuple):
     """What a replay on a card of `capacity` bytes told."""
 
     capacity: int
@@ -134,7 +134,7 @@ class _Trial(CachingAllocator):
         super().__init__(capacity, _passed, expandable=expandable, keep=False)
         self._least, self._below, self._spare = 0, math.inf, math.inf
 
-    def outcome(self, play: Callable[[CachingAllocator], None]) -> _Outcome:
+    def outcome(self, play: Callable[[CachingAllocator], None]) -> _Replayed:
         """Replay what `play` asks for."""
         try:
             play(self)
@@ -142,7 +142,7 @@ class _Trial(CachingAllocator):
         except CardFull:
             fits = False
         pages = tuple(pool.page for pool in self._pools.values()) if self.expandable else ()
-        return _Outcome(self.capacity, fits, self._least, self._below, self._spare, pages)
+        return _Replayed(self.capacity, fits, self._least, self._below, self._spare, pages)
 
     def _has(self, length: int, most: int) -> bool:
         needed = self.reserved.now + length
@@ -209,7 +209,7 @@ def least_capacity_of_moves(moves: Sequence[int], *, expandable: bool = False, w
     return search_of_moves(moves, expandable=expandable, within=within).least()
 
 
-def _later(job: Callable[[], _Outcome]) -> Callable[[], _Outcome]:
+def _later(job: Callable[[], _Replayed]) -> Callable[[], _Replayed]:
     return job
 
 
@@ -234,7 +234,7 @@ class CapacitySearch:
         play(growing := _Growing(first, _passed, expandable=expandable, keep=False))
         return cls(play, expandable, within, fails, growing.capacity, growing.capacity == first)
 
-    def least(self, begin: Callable[[Callable[[], _Outcome]], Callable[[], _Outcome]] = _later) -> int:
+    def least(self, begin: Callable[[Callable[[], _Replayed]], Callable[[], _Replayed]] = _later) -> int:
         """Return the smallest capacity in bytes, a multiple of 2 MiB.
 
         `begin` may begin a replay in another process that is likely to be needed, and returns how to get its result.
@@ -242,19 +242,19 @@ class CapacitySearch:
         if self.found:
             return self.guess
         below = _just_below(self.guess // LARGE_ROUNDING, self.within) * LARGE_ROUNDING
-        of_below = begin(functools.partial(self._replayed, below))
-        outcomes: list[_Outcome] = []
+        of_below = begin(functools.partial(self._replay_on, below))
+        outcomes: list[_Replayed] = []
 
         def fits(capacity: int) -> bool:
             known = next((outcome for outcome in outcomes if outcome.tells(capacity)), None)
             if known is None:
-                known = of_below() if capacity == below else self._replayed(capacity)
+                known = of_below() if capacity == below else self._replay_on(capacity)
                 outcomes.append(known)
             return known.fits
 
         return lowest_fitting(self.fails, self.guess, fits, self.within)
 
-    def _replayed(self, capacity: int) -> _Outcome:
+    def _replay_on(self, capacity: int) -> _Replayed:
         return _Trial(capacity, expandable=self.expandable).outcome(self.play)
 
 

@@ -120,20 +120,20 @@ def _why_unknown(batch: Batch, args: Sequence[Any], kwargs: dict[str, Any]) -> s
 
 def why_coupled(network: nn.Module) -> str | None:
     """Return the reason why `network` may do other things with one item than with several; None: it does not."""
-    for module in network.modules():
-        if getattr(vars(module).get("_diffusers_hook"), "hooks", None):
+    left: list[nn.Module | None] = [network]
+    while left:  # before each call: several times faster than `network.modules()`
+        module = left.pop()
+        if module is None:
+            continue
+        own = vars(module)
+        if getattr(own.get("_diffusers_hook"), "hooks", None):
             return "hooks of diffusers keep what they saw from call to call"
-        kind = type(_processor_of(module))
-        known = kind is type(None) or kind.__module__.startswith("diffusers.models.")
-        if not known or "PAG" in kind.__name__:
-            return f"its attention processor {kind.__name__} may look at several items at once"
-    return None
-
-
-def _processor_of(module: nn.Module) -> Any:
-    """`module.processor` or None; checked first, because nn.Module's lookup of a missing attribute is slow."""
-    if "processor" in vars(module) or "processor" in module._modules or hasattr(type(module), "processor"):
-        return getattr(module, "processor", None)
+        if "processor" in own or "processor" in module._modules or hasattr(type(module), "processor"):
+            kind = type(getattr(module, "processor", None))
+            known = kind is type(None) or kind.__module__.startswith("diffusers.models.")
+            if not known or "PAG" in kind.__name__:
+                return f"its attention processor {kind.__name__} may look at several items at once"
+        left.extend(module._modules.values())
     return None
 
 

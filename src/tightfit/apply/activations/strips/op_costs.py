@@ -207,6 +207,7 @@ class StageCost:
             before_strips=tuple(turn for number, turn in turns.items() if number < first),
             layer_work=tuple(turn for number, turn in turns.items() if number >= first),
             strip_counts=tuple(len(self._strips[number]) for number in turns if number >= first),
+            strip_ends=tuple(max(self._strips[number]) + 1 for number in turns if number >= first),
             copies=self._copies,
             bytes_in=self._bytes_in,
             bytes_out=self._bytes_out,
