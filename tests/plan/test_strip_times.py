@@ -54,5 +54,5 @@ def test_strips_that_are_like_those_before_them_need_not_be_played(
 ) -> None:
     quick = work_in_strips(ways, items, flow(staying, ring, sizes))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strips, "_steady", lambda _: False)
+        patch.setattr(strips, "_period", lambda _: 0)
         assert quick == pytest.approx(work_in_strips(ways, items, flow(staying, ring, sizes)), rel=1e-9)

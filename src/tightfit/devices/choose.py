@@ -16,7 +16,7 @@ from tightfit.devices.ram import held_bytes, pinnable_bytes, ram_bytes, ram_free
 from tightfit.errors import InputError, unknown_name
 from tightfit.schema.machine import Accelerator, Machine
 
-__all__ = ["KINDS", "choose_device", "find_machine", "processor"]
+__all__ = ["KINDS", "choose_device", "find_machine", "processor", "usable_cores"]
 
 logger = logging.getLogger("tightfit")
 KINDS = ("cpu", "cuda", "loopback", "simulated", "privateuseone")  # of which the last is torch's name of simulated
@@ -95,7 +95,7 @@ def find_machine() -> Machine:
         ram_used=held_bytes(),
         ram_limit=ram_limit(),
         pinnable=pinnable_bytes() if cards else 0,
-        cores=_cores(),
+        cores=usable_cores(),
         cpu=cpu,
     )
 
@@ -114,7 +114,7 @@ def _accelerator(device: Device, title: str | None) -> Accelerator:
     )
 
 
-def _cores() -> int:
+def usable_cores() -> int:
     """Number of cores that this process may use, where the system reports it; else all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -193,6 +193,7 @@ def _group(groups: dict[str, str], use: BlockUse, layer: str) -> str:
 
 
 TOLERANCE = 1e-6  # relative difference up to which strips count as equally long
+PERIOD = 8  # most strips that are looked at for a repetition
 
 
 def strip_seconds_without_weights(timings: Sequence[StripStageTiming], items: int, overhead: float = 0.0) -> float:
@@ -240,18 +241,21 @@ class _FeatureMapTraffic:
         self._strip(timing, timing.strip(last), then)
 
     def _equal_strips(self, timing: StripStageTiming, strip: Sequence[ComputeSegment], count: int) -> None:
-        """Simulate `count` strips with the same segments; those that take equally long at once."""
-        needed, clocks = [segment.group for segment in strip if segment.group], [self._clocks]
+        """Simulate `count` strips with the same segments; at once those that take as long as the ones before them."""
+        needed, states = [segment.group for segment in strip if segment.group], [self._state]
         while count:
             self._strip(timing, strip, timing)
             count -= 1
-            clocks = [*clocks[-3:], self._clocks]
-            if count and _steady(clocks):
-                *later, offloaded_at, loaded_at = (b - a for a, b in zip(*clocks[-2:], strict=True))
-                skipped = self._flow.skip(needed, count, Clocks(*later))
+            states = [*states[-3 * PERIOD :], self._state]
+            if (period := _period(states)) and period <= count:
+                _, *later, offloaded_at, loaded_at = (
+                    after - before for before, after in zip(states[-1 - period], states[-1], strict=True)
+                )
+                skipped = self._flow.skip(period * needed, count // period, Clocks(*later))
                 self._offloaded_at += skipped * offloaded_at
                 self._loaded_at = self._loaded_at and self._loaded_at + skipped * loaded_at
-                count, clocks = count - skipped, [self._clocks]
+                count -= skipped * period
+                states = [self._state] if skipped else states
 
     def _strip(
         self, timing: StripStageTiming, strip: Sequence[ComputeSegment], following: StripStageTiming | None
@@ -277,15 +281,30 @@ class _FeatureMapTraffic:
         self._flow.wait(self._offloaded_at)
 
     @property
-    def _clocks(self) -> tuple[float, ...]:
-        return *self._flow.clocks, self._offloaded_at, self._loaded_at or 0.0
+    def _state(self) -> tuple[float, ...]:
+        """Number of future uses of weights that were looked at, and all clocks, that of the arithmetic first."""
+        return self._flow.ahead, *self._flow.clocks, self._offloaded_at, self._loaded_at or 0.0
 
 
-def _steady(clocks: Sequence[tuple[float, ...]]) -> bool:
-    """Whether each of three strips took equally long on all clocks, and longest on that of its arithmetic."""
-    if len(clocks) < 4:
-        return False
-    first, second, third = ([b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(clocks))
-    close = TOLERANCE * third[0]
-    equal = all(max(each) - min(each) <= close for each in zip(first, second, third, strict=True))
-    return equal and max(third) <= third[0] + close
+def _period(states: Sequence[tuple[float, ...]]) -> int:
+    """Return after how many strips a state repeats what it did in them, as it has twice; 0: it does not.
+
+    As much was looked at ahead, and the strips took longest on the clock of their arithmetic. What is in a ring buffer
+    may repeat after several strips only.
+    """
+    took = [[after - before for before, after in zip(*pair, strict=True)] for pair in itertools.pairwise(states)]
+    for period in range(1, len(took) // 3 + 1):
+        last, *earlier = (took[len(took) - turn * period :][:period] for turn in (1, 2, 3))
+        if all(_equal(*pair) for other in earlier for pair in zip(last, other, strict=True)) and _repeats(last):
+            return period
+    return 0
+
+
+def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two strips took equally long on all clocks."""
+    return all(abs(a - b) <= TOLERANCE * one[1] for a, b in zip(one, other, strict=True))
+
+
+def _repeats(took: Sequence[Sequence[float]]) -> bool:
+    ahead, computing, *others = map(sum, zip(*took, strict=True))
+    return not ahead and max(others) <= (1 + TOLERANCE) * computing

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,12 +20,15 @@ from tightfit.apply.activations.strips.executor import StripConfig as Strips
 from tightfit.apply.activations.strips.export_graph import UnsupportedGraph
 from tightfit.apply.activations.strips.op_costs import OpCostCache
 from tightfit.apply.activations.strips.strip_plan import StripPlan
+from tightfit.devices.choose import usable_cores
 from tightfit.measure.forked_work import begin, both, in_parallel
 from tightfit.measure.modules import find_layers, find_role
 from tightfit.schema.footprint import STRIP_OPTIONS, FeatureMaps, Footprint, Phase, StripProfile, StripStageProfile
 
 __all__ = ["AutoencoderStripProfiles", "StripOptionProfiler"]
 
+
+T = TypeVar("T")
 
 PAGES = 20 * 2**20  # bytes that an allocator may hold on top
 
@@ -144,7 +147,7 @@ class AutoencoderStripProfiles:
 
         jobs, measured = {each: functools.partial(profiles, each) for each in missing}, missing if quick else [option]
         if quick:
-            found = in_parallel(list(jobs.values()))
+            found = _shared_out(list(jobs.values()))
         else:
             later = (each for each in reversed(missing) if each != option and each not in self._ahead)
             if (following := next(later, None)) is not None:
@@ -177,6 +180,17 @@ class AutoencoderStripProfiles:
         divisor, maps = STRIP_OPTIONS[option]
         beside, outside = phase.live_bytes_at_start, phase.peak_between_calls
         return profiler.profile(phase.strip_limit(divisor), maps, beside, outside, expandable=self._expandable)
+
+
+def _shared_out(jobs: Sequence[Callable[[], T]]) -> list[T]:
+    """Return the results of `jobs`, each of which is faster after others in the same process, from one per core."""
+    count = min(usable_cores(), len(jobs))
+    shares = in_parallel([functools.partial(_done, jobs[first::count]) for first in range(count)])
+    return [shares[number % count][number // count] for number in range(len(jobs))]
+
+
+def _done(jobs: Sequence[Callable[[], T]]) -> list[T]:
+    return [job() for job in jobs]
 
 
 def _shape_of(value: Any) -> Any:
