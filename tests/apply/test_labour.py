@@ -16,8 +16,9 @@ from tightfit import fit
 from tightfit.measure.modules import inspect_component
 from tightfit.measure.passes import KernelCounter
 from tightfit.plan.component_cost import ComponentCost
-from tightfit.plan.cost_model import CostModel, strip_seconds_without_weights
+from tightfit.plan.cost_model import CostModel
 from tightfit.plan.layer_selection import weight_group_sizes
+from tightfit.plan.strip_times import strip_seconds_without_weights
 from tightfit.run.strip_profiles import StripOptionProfiler
 from tightfit.schema.footprint import STRIP_OPTIONS, BlockUse, ComponentCall, StripProfile
 from tightfit.schema.machine import KernelGroup

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.plan import cost_model as strips
+from tightfit.plan import strip_times
 from tightfit.plan.compute_segments import ComputeSegment, StripRuns, StripStageTiming
-from tightfit.plan.cost_model import work_in_strips
+from tightfit.plan.strip_times import work_in_strips
 from tightfit.plan.timeline import TransferSimulator
 
 MB = 10**6
@@ -54,5 +54,5 @@ def test_strips_that_are_like_those_before_them_need_not_be_played(
 ) -> None:
     quick = work_in_strips(ways, items, flow(staying, ring, sizes))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strips, "_period", lambda _: 0)
+        patch.setattr(strip_times, "_period", lambda _: 0)
         assert quick == pytest.approx(work_in_strips(ways, items, flow(staying, ring, sizes)), rel=1e-9)

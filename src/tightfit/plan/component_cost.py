@@ -9,9 +9,10 @@ from typing import TypeVar
 from tightfit.catalog.cuda import PAGEABLE
 from tightfit.plan.backward_cache import backward_seconds
 from tightfit.plan.compute_segments import ComputeSegment
-from tightfit.plan.cost_model import CostModel, work_in_strips
+from tightfit.plan.cost_model import CostModel
 from tightfit.plan.eight_bits import widened_bytes
 from tightfit.plan.layer_selection import resolve_streaming, small_tensor_bytes, weight_group_sizes
+from tightfit.plan.strip_times import work_in_strips
 from tightfit.plan.timeline import HostOverheads, TransferSimulator
 from tightfit.schema.footprint import Component, ComponentCall, StripProfile
 from tightfit.schema.machine import Accelerator
