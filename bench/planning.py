@@ -37,7 +37,7 @@ PARTS = (  # module, of which class, what, under which name
     ("tightfit.run.strip_profiles", "AutoencoderStripProfiles", "with_strips", "strips, else"),
     ("tightfit.run.strip_profiles", "", "program_of", "programs"),
     ("tightfit.apply.activations.strips.executor", "", "kept_strip_plan", "strip plans"),
-    ("tightfit.simulator.allocator_replay", "CapacitySearch", "least", "allocator bytes"),
+    ("tightfit.apply.activations.strips.strip_plan", "StripPlan", "peak_and_allocator_bytes", "allocator bytes"),
     ("tightfit.run.strip_profiles", "", "profile_stages", "stages"),
 )
 

@@ -73,6 +73,6 @@ def test_allocator_bytes_are_those_of_the_same_walk_as_the_peak() -> None:
     latents = case.latents(ROWS // case.granule * case.granule, 1)
     program, _, _ = program_of(model, type(model), "decode", latents, *tree_flatten(((), case.decode_kwargs(1))))
     strip_plan, moves = StripConfig(program, STRIPS, "device").strip_plan, list[int]()
-    peak, search = strip_plan.peak_and_capacity_search()
+    peak, allocator_bytes = strip_plan.peak_and_allocator_bytes()
     assert peak == strip_plan.peak == peak_of_stages(strip_plan.graph, strip_plan.in_host, strip_plan.passes, moves)
-    assert search.least() == least_capacity_of_moves(moves, expandable=True, within=ROUGH) >= peak.device
+    assert allocator_bytes == least_capacity_of_moves(moves, expandable=True, within=ROUGH) >= peak.device

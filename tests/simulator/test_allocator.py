@@ -348,15 +348,15 @@ def test_what_a_trial_tells_of_other_cards_is_what_they_would_do(
         while there and order.random() < 0.45:
             moves.append(-there.pop(order.randrange(len(there))))
     history = _events_of(moves)
-    outcomes = allocator_replay._Replayed
-    tells = outcomes.tells
+    trials = allocator_replay._Trial
+    tells = trials.tells
 
-    def telling(outcome: allocator_replay._Replayed, capacity: int) -> bool:
-        found = tells(outcome, capacity)
-        assert not found or outcome.fits == _fits(history, capacity, expandable=expandable)
+    def telling(trial: allocator_replay._Trial, capacity: int) -> bool:
+        found = tells(trial, capacity)
+        assert not found or trial.fits == _fits(history, capacity, expandable=expandable)
         return found
 
-    with mock.patch.object(outcomes, "tells", telling):
+    with mock.patch.object(trials, "tells", telling):
         least = least_capacity(history, expandable=expandable, within=within)
     assert _fits(history, least, expandable=expandable)
     assert least_capacity_of_moves(moves, expandable=expandable, within=within) == least
@@ -365,6 +365,7 @@ def test_what_a_trial_tells_of_other_cards_is_what_they_would_do(
 @pytest.mark.parametrize("expandable", [False, True])
 def test_few_cards_are_tried_for_the_least_that_does(expandable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of what a search between two numbers would ask is known from what others did."""
+    monkeypatch.setattr(allocator_replay, "EARLY", 0.0)
     tried: list[int] = []
     usual = CachingAllocator.__init__
 
@@ -390,3 +391,28 @@ def test_few_cards_are_tried_for_the_least_that_does(expandable: bool, monkeypat
     fails = rounded_peak(history) // (2 * MIB) - 1
     assert lowest_fitting(fails, (fails + 1) * 2 * MIB, asking, 0.0) == least
     assert of_them < len(asked)
+
+
+@pytest.mark.parametrize("within", [0.0, 0.01])
+def test_a_history_whose_peak_is_early_is_replayed_about_once(within: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the least capacity that searching all of it finds."""
+    order, there, moves = random.Random(1), list[int](), list[int]()
+    for place in range(8000):
+        if len(there) > (30 if place < 200 else 15):
+            moves.append(-there.pop(order.randrange(len(there))))
+        else:
+            there.append(order.randrange(1, 64 * MIB))
+            moves.append(there[-1])
+    replayed, usual = 0, CachingAllocator.malloc
+
+    def counted(self: CachingAllocator, requested: int, stream: int = 0) -> Block:
+        nonlocal replayed
+        replayed += 1
+        return usual(self, requested, stream)
+
+    monkeypatch.setattr(CachingAllocator, "malloc", counted)
+    least = least_capacity_of_moves(moves, expandable=True, within=within)
+    at_once, replayed = replayed, 0
+    monkeypatch.setattr(allocator_replay, "EARLY", 0.0)
+    assert least_capacity_of_moves(moves, expandable=True, within=within) == least
+    assert at_once < 1.5 * sum(size > 0 for size in moves) < replayed

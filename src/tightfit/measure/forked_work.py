@@ -76,13 +76,13 @@ def both(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
     return one, other
 
 
-def begin(job: Callable[[], T], nice: int = IDLE) -> Callable[[], T]:
-    """Let a copy of this niceness, which is usually for idle cores only, do `job`; return a function for its result.
+def begin(job: Callable[[], T]) -> Callable[[], T]:
+    """Let a copy that only uses idle cores do `job`, and return a function that returns the result.
 
     Where `in_parallel` would not fork, it is the job itself.
     """
     undo = _copies.get()
-    return job if undo is None or not _may_fork(1) else _ForkedJob(job, undo, nice=nice).result
+    return job if undo is None or not _may_fork(1) else _ForkedJob(job, undo, nice=IDLE).result
 
 
 def _may_fork(copies: int) -> bool:

@@ -214,6 +214,11 @@ class Ring:
         self._turns = 0  # leases given back so far
         self._latest = Lease(0, 0)  # the last returned of all leases whose bytes were leased again
 
+    @property
+    def places(self) -> tuple[tuple[int, int, bool], ...]:
+        """Offset and bytes of each lease that is in the way, and whether it was given back; the oldest first."""
+        return tuple((lease.offset, lease.size, lease.turn > 0) for lease in self._leases)
+
     def take(self, size: int) -> Lease | None:
         """Lease the next `size` bytes in one piece, rounded up to ALIGNMENT; None while older leases are in the way."""
         size = -(-size // ALIGNMENT) * ALIGNMENT

@@ -6,7 +6,8 @@ Strips that repeat what those before them did are counted at once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from tightfit.plan.compute_segments import ComputeSegment, StripStageTiming, in_order
 from tightfit.plan.timeline import Clocks, HostOverheads, TransferSimulator
@@ -68,11 +69,9 @@ class _FeatureMapTraffic:
             self._strip(timing, strip, timing)
             count -= 1
             states = [*states[-3 * PERIOD :], self._state]
-            if (period := _period(states)) and period <= count:
-                _, *later, offloaded_at, loaded_at = (
-                    after - before for before, after in zip(states[-1 - period], states[-1], strict=True)
-                )
-                skipped = self._flow.skip(period * needed, count // period, Clocks(*later))
+            if (period := _period(states)) and period < count:  # the last one may drop what the next do not need
+                *later, offloaded_at, loaded_at = _seconds(states[-1 - period], states[-1])
+                skipped = self._flow.skip(period * needed, (count - 1) // period, Clocks(*later))
                 self._offloaded_at += skipped * offloaded_at
                 self._loaded_at = self._loaded_at and self._loaded_at + skipped * loaded_at
                 count -= skipped * period
@@ -102,30 +101,43 @@ class _FeatureMapTraffic:
         self._flow.wait(self._offloaded_at)
 
     @property
-    def _state(self) -> tuple[float, ...]:
-        """Number of future uses of weights that were looked at, and all clocks, that of the arithmetic first."""
-        return self._flow.ahead, *self._flow.clocks, self._offloaded_at, self._loaded_at or 0.0
+    def _state(self) -> _FlowState:
+        return _FlowState(self._flow.contents, (*self._flow.clocks, self._offloaded_at, self._loaded_at or 0.0))
 
 
-def _period(states: Sequence[tuple[float, ...]]) -> int:
+class _FlowState(NamedTuple):
+    """State after a strip."""
+
+    contents: tuple[Hashable, ...]  # of the ring buffer, and how far it is filled ahead
+    clocks: tuple[float, ...]  # seconds, that of the arithmetic first
+
+
+def _period(states: Sequence[_FlowState]) -> int:
     """Return after how many strips a state repeats what it did in them, as it has twice; 0: it does not.
 
-    As much was looked at ahead, and the strips took longest on the clock of their arithmetic. What is in a ring buffer
-    may repeat after several strips only.
+    They took longest on the clock of their arithmetic. What is in a ring buffer may repeat after several strips only.
     """
-    took = [[after - before for before, after in zip(*pair, strict=True)] for pair in itertools.pairwise(states)]
+    took = [_seconds(before, after) for before, after in itertools.pairwise(states)]
     for period in range(1, len(took) // 3 + 1):
         last, *earlier = (took[len(took) - turn * period :][:period] for turn in (1, 2, 3))
-        if all(_equal(*pair) for other in earlier for pair in zip(last, other, strict=True)) and _repeats(last):
+        if (
+            states[-1].contents == states[-1 - period].contents == states[-1 - 2 * period].contents
+            and all(_equal(*pair) for other in earlier for pair in zip(last, other, strict=True))
+            and _computes_longest(_seconds(states[-1 - period], states[-1]))
+        ):
             return period
     return 0
 
 
+def _seconds(before: _FlowState, after: _FlowState) -> list[float]:
+    return [end - start for start, end in zip(before.clocks, after.clocks, strict=True)]
+
+
 def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether two strips took equally long on all clocks."""
-    return all(abs(a - b) <= TOLERANCE * one[1] for a, b in zip(one, other, strict=True))
+    return all(abs(a - b) <= TOLERANCE * one[0] for a, b in zip(one, other, strict=True))
 
 
-def _repeats(took: Sequence[Sequence[float]]) -> bool:
-    ahead, computing, *others = map(sum, zip(*took, strict=True))
-    return not ahead and max(others) <= (1 + TOLERANCE) * computing
+def _computes_longest(took: Sequence[float]) -> bool:
+    computing, *others = took
+    return max(others) <= (1 + TOLERANCE) * computing

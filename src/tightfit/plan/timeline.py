@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -155,9 +155,9 @@ class TransferSimulator(PrefetchPolicy[str]):
         self.now = max(self.now, until)
 
     @property
-    def ahead(self) -> int:
-        """Number of future uses that have been looked at."""
-        return self._order.ahead
+    def contents(self) -> tuple[Hashable, ...]:
+        """What is loaded, where in the ring buffer, and how many future uses have been looked at."""
+        return self._order.ahead, *self._loaded, *self._ring.places
 
     @property
     def clocks(self) -> Clocks:
@@ -170,7 +170,7 @@ class TransferSimulator(PrefetchPolicy[str]):
         left out as have been looked at ahead, so that what follows them has not been looked at yet.
         """
         resident = all(group in self._resident and group in self._loaded for group in groups)
-        times = most if resident else max(most - math.ceil(self.ahead / len(groups)), 0)
+        times = most if resident else max(most - math.ceil(self._order.ahead / len(groups)), 0)
         if times:
             self._order.skip(times * len(groups), times * len(groups) * (not resident))
             self.now, self._host, self._link = (a + times * b for a, b in zip(self.clocks, later, strict=True))

@@ -61,10 +61,9 @@ class StripOptionProfiler:
         strip_plan = Strips(self._program, strip_bytes, maps, self.mark).strip_plan
         if maps == "host" and not strip_plan.in_host:
             return None
-        stages, (peak, search) = both(
-            lambda: self._stages(strip_plan), lambda: strip_plan.peak_and_capacity_search(expandable=expandable)
+        stages, (peak, allocator_bytes) = both(
+            lambda: self._stages(strip_plan), lambda: strip_plan.peak_and_allocator_bytes(expandable=expandable)
         )
-        allocator_bytes = search.least(functools.partial(begin, nice=0))
         made = (self._items - 1) * sum(self._program.nodes[index].bytes for index in self._program.outputs)
         needed = beside + made + max(allocator_bytes, strip_bytes)
         return StripProfile(

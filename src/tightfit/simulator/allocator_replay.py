@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
+import operator
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from tightfit.simulator.allocator import AllocatorEvent, CachingAllocator, CardFull
 from tightfit.simulator.blocks import (
     LARGE_ROUNDING,
     Block,
-    Counter,
     growable_size,
     range_size,
     round_up,
@@ -24,17 +22,20 @@ from tightfit.simulator.blocks import (
 
 __all__ = [
     "ROUGH",
-    "CapacitySearch",
     "least_capacity",
     "least_capacity_of_moves",
     "lowest_fitting",
     "replay",
     "reserved_for",
     "rounded_peak",
-    "search_of_moves",
 ]
 
 ROUGH = 0.01  # relative excess over the smallest capacity where finding that is not worth the time
+EARLY = 0.25  # share of a history, up to its peak, that is searched before the whole is
+
+T = TypeVar("T")
+
+Ask = Callable[[CachingAllocator, Sequence[T]], None]  # repeats requests to an allocator
 
 
 class _Passed:
@@ -81,10 +82,10 @@ def _ask(allocator: CachingAllocator, history: Iterable[AllocatorEvent]) -> None
                 allocator.empty_cache()
 
 
-def _ask_moves(allocator: CachingAllocator, moves: Iterable[int]) -> None:
+def _ask_moves(allocator: CachingAllocator, history: Iterable[int]) -> None:
     there: defaultdict[int, deque[Block]] = defaultdict(deque)
     malloc, free = allocator.malloc, allocator.free
-    for size in moves:
+    for size in history:
         if size > 0:
             there[size].append(malloc(size))
         elif blocks := there[-size]:
@@ -103,26 +104,6 @@ class _Growing(CachingAllocator):
             return self.malloc(requested, stream)
 
 
-class _Replayed(NamedTuple):
-    """What a replay on a card of `capacity` bytes told."""
-
-    capacity: int
-    fits: bool
-    least: int  # for any capacity from here on, …
-    below: float  # … and below this, it would have reserved bytes as it did
-    spare: float  # bytes by which address ranges were longer than a decision needed
-    pages: tuple[int, ...]  # of its pools; none if address ranges do not depend on the capacity
-
-    def tells(self, capacity: int) -> bool:
-        """Whether a card with `capacity` bytes would have made the same decisions."""
-        if capacity == self.capacity:
-            return True
-        if not self.least <= capacity < self.below:
-            return False
-        shorter = (range_size(self.capacity, page) - range_size(capacity, page) for page in self.pages)
-        return not self.pages or (self.spare >= 0 and max(shorter) <= self.spare)
-
-
 class _Trial(CachingAllocator):
     """An allocator that tracks for which other capacities it would have made the same decisions.
 
@@ -130,19 +111,25 @@ class _Trial(CachingAllocator):
     only because of the end of a range, the range was long enough for it by `spare` bytes.
     """
 
-    def __init__(self, capacity: int, *, expandable: bool) -> None:
+    def __init__(self, ask: Ask[T], requests: Sequence[T], capacity: int, *, expandable: bool) -> None:
         super().__init__(capacity, _passed, expandable=expandable, keep=False)
         self._least, self._below, self._spare = 0, math.inf, math.inf
-
-    def outcome(self, play: Callable[[CachingAllocator], None]) -> _Replayed:
-        """Replay what `play` asks for."""
         try:
-            play(self)
-            fits = True
+            ask(self, requests)
+            self.fits = True
         except CardFull:
-            fits = False
-        pages = tuple(pool.page for pool in self._pools.values()) if self.expandable else ()
-        return _Replayed(self.capacity, fits, self._least, self._below, self._spare, pages)
+            self.fits = False
+
+    def tells(self, capacity: int) -> bool:
+        """Whether a card with `capacity` bytes would have made the same decisions."""
+        if capacity == self.capacity:
+            return True
+        if not self._least <= capacity < self._below:
+            return False
+        shorter = (
+            range_size(self.capacity, pool.page) - range_size(capacity, pool.page) for pool in self._pools.values()
+        )
+        return not self.expandable or (self._spare >= 0 and max(shorter) <= self._spare)
 
     def _has(self, length: int, most: int) -> bool:
         needed = self.reserved.now + length
@@ -175,14 +162,19 @@ def _reaches_end(block: Block) -> bool:
 
 def rounded_peak(history: Iterable[AllocatorEvent]) -> int:
     """Peak bytes of all blocks together if each has the rounded size of its request."""
-    there, now = dict[int, int](), Counter()
+    return max(_bytes_together(history), default=0)
+
+
+def _bytes_together(history: Iterable[AllocatorEvent]) -> Iterator[int]:
+    """Yield the bytes of all blocks together after each event."""
+    there, now = dict[int, int](), 0
     for what, block, size, _ in history:
         if what == "malloc":
             there[block] = rounded(size)
-            now.add(there[block])
+            now += there[block]
         elif what == "free":
-            now.add(-there.pop(block))
-    return now.peak
+            now -= there.pop(block)
+        yield now
 
 
 def least_capacity(history: Sequence[AllocatorEvent], *, expandable: bool = False, within: float = 0.0) -> int:
@@ -190,72 +182,49 @@ def least_capacity(history: Sequence[AllocatorEvent], *, expandable: bool = Fals
 
     `within` is the allowed relative excess over the smallest capacity.
     """
-    play = functools.partial(_ask, history=history)
-    return CapacitySearch.begun(play, rounded_peak(history), expandable=expandable, within=within).least()
-
-
-def search_of_moves(moves: Sequence[int], *, expandable: bool = False, within: float = 0.0) -> CapacitySearch:
-    """Begin to search for the `least_capacity` of bytes allocated or (negative) freed.
-
-    Of equal sizes the oldest is freed first.
-    """
-    there = itertools.accumulate(rounded(size) if size > 0 else -rounded(-size) for size in moves)
-    play = functools.partial(_ask_moves, moves=moves)
-    return CapacitySearch.begun(play, max(there, default=0), expandable=expandable, within=within)
+    return _least_capacity(_ask, history, _bytes_together(history), expandable, within)
 
 
 def least_capacity_of_moves(moves: Sequence[int], *, expandable: bool = False, within: float = 0.0) -> int:
-    """Return what `search_of_moves` finds."""
-    return search_of_moves(moves, expandable=expandable, within=within).least()
+    """As `least_capacity`, of bytes allocated or (negative) freed; of equal sizes the oldest is freed first."""
+    together = itertools.accumulate(rounded(size) if size > 0 else -rounded(-size) for size in moves)
+    return _least_capacity(_ask_moves, moves, together, expandable, within)
 
 
-def _later(job: Callable[[], _Replayed]) -> Callable[[], _Replayed]:
-    return job
+def _least_capacity(
+    ask: Ask[T],
+    requests: Sequence[T],
+    together: Iterable[int],
+    expandable: bool,
+    within: float,
+) -> int:
+    """Smallest capacity on which `requests` fit, after each of which blocks have so many bytes `together`.
+
+    Where the peak is early, what does for the requests up to it, and some after it, usually does for all of them.
+    """
+    place, peak = max(enumerate(together), key=operator.itemgetter(1), default=(0, 0))
+    length = place + 1
+    while length <= EARLY * len(requests):
+        least = _least_for(ask, requests[:length], peak, expandable, within)
+        if _Trial(ask, requests, least, expandable=expandable).fits:
+            return least
+        length *= 4
+    return _least_for(ask, requests, peak, expandable, within)
 
 
-@dataclass(frozen=True)
-class CapacitySearch:
-    """A search for the smallest capacity that does for what `play` asks of an allocator; another process may end it."""
+def _least_for(ask: Ask[T], requests: Sequence[T], peak: int, expandable: bool, within: float) -> int:
+    trials: list[_Trial] = []
 
-    play: Callable[[CachingAllocator], None]
-    expandable: bool
-    within: float  # allowed relative excess
-    fails: int  # multiple of 2 MiB that does not do
-    guess: int  # capacity in bytes of a card that grew with what it was asked for
-    found: bool  # whether nothing is smaller than `guess`
+    def fits(capacity: int) -> bool:
+        known = next((trial for trial in trials if trial.tells(capacity)), None)
+        if known is None:
+            trials.append(known := _Trial(ask, requests, capacity, expandable=expandable))
+        return known.fits
 
-    @classmethod
-    def begun(
-        cls, play: Callable[[CachingAllocator], None], peak: int, *, expandable: bool, within: float
-    ) -> CapacitySearch:
-        """Return the search with a guess; `peak` is that of all blocks together."""
-        fails = peak // LARGE_ROUNDING - 1
-        first = (fails + max(1, int(within * fails))) * LARGE_ROUNDING
-        play(growing := _Growing(first, _passed, expandable=expandable, keep=False))
-        return cls(play, expandable, within, fails, growing.capacity, growing.capacity == first)
-
-    def least(self, begin: Callable[[Callable[[], _Replayed]], Callable[[], _Replayed]] = _later) -> int:
-        """Return the smallest capacity in bytes, a multiple of 2 MiB.
-
-        `begin` may begin a replay in another process that is likely to be needed, and returns how to get its result.
-        """
-        if self.found:
-            return self.guess
-        below = _just_below(self.guess // LARGE_ROUNDING, self.within) * LARGE_ROUNDING
-        of_below = begin(functools.partial(self._replay_on, below))
-        outcomes: list[_Replayed] = []
-
-        def fits(capacity: int) -> bool:
-            known = next((outcome for outcome in outcomes if outcome.tells(capacity)), None)
-            if known is None:
-                known = of_below() if capacity == below else self._replay_on(capacity)
-                outcomes.append(known)
-            return known.fits
-
-        return lowest_fitting(self.fails, self.guess, fits, self.within)
-
-    def _replay_on(self, capacity: int) -> _Replayed:
-        return _Trial(capacity, expandable=self.expandable).outcome(self.play)
+    fails = peak // LARGE_ROUNDING - 1
+    first = (fails + max(1, int(within * fails))) * LARGE_ROUNDING
+    ask(growing := _Growing(first, _passed, expandable=expandable, keep=False), requests)
+    return first if growing.capacity == first else lowest_fitting(fails, growing.capacity, fits, within)
 
 
 def lowest_fitting(fails: int, guess: int, fits: Callable[[int], bool], within: float) -> int:
@@ -267,7 +236,7 @@ def lowest_fitting(fails: int, guess: int, fits: Callable[[int], bool], within: 
     most, step = guess // LARGE_ROUNDING, max(1, int(within * fails))
     while not fits(most * LARGE_ROUNDING):
         fails, most, step = most, most + step, 2 * step
-    tried = _just_below(most, within)
+    tried = most - max(1, int(within * most / (1 + within)))
     while most - fails > max(1, within * fails):
         if fits(tried * LARGE_ROUNDING):
             most = tried
@@ -275,8 +244,3 @@ def lowest_fitting(fails: int, guess: int, fits: Callable[[int], bool], within: 
             fails = tried
         tried = (most + fails) // 2
     return most * LARGE_ROUNDING
-
-
-def _just_below(most: int, within: float) -> int:
-    """So much below `most` that a search ends if it fails."""
-    return most - max(1, int(within * most / (1 + within)))

@@ -24,7 +24,7 @@ from tightfit.apply.activations.strips.stages import Stage, StageGraph, find_sta
 from tightfit.apply.activations.strips.strip_peaks import BoundaryState, StripPeak
 from tightfit.measure.forked_work import in_parallel
 from tightfit.schema.footprint import FeatureMaps
-from tightfit.simulator.allocator_replay import ROUGH, CapacitySearch, search_of_moves
+from tightfit.simulator.allocator_replay import ROUGH, least_capacity_of_moves
 
 __all__ = ["PlannedStage", "StripPlan", "fewest_strips", "find_strip_plan", "peak_of_stages", "planned_stages_of"]
 
@@ -56,14 +56,14 @@ class StripPlan:
         """Peak of a run. Only needed for planning, and to compare plans when memory runs out."""
         return peak_of_stages(self.graph, self.in_host, self.passes)
 
-    def peak_and_capacity_search(self, *, expandable: bool = True) -> tuple[StripPeak, CapacitySearch]:
-        """Return `peak`, and the search for the bytes that an allocator needs on the device, with kernels' workspaces.
+    def peak_and_allocator_bytes(self, *, expandable: bool = True) -> tuple[StripPeak, int]:
+        """Return `peak`, and the bytes that an allocator needs on the device, with workspaces of kernels.
 
         With `expandable`, its segments are expandable.
         """
         moves = array("q")
         peak = peak_of_stages(self.graph, self.in_host, self.passes, moves)
-        return peak, search_of_moves(moves, expandable=expandable, within=ROUGH)
+        return peak, least_capacity_of_moves(moves, expandable=expandable, within=ROUGH)
 
     @property
     def most_strips(self) -> int:
