@@ -174,8 +174,8 @@ class TransferSimulator(PrefetchPolicy[str]):
         if times:
             self._order.skip(times * len(groups), times * len(groups) * (not resident))
             self.now, self._host, self._link = (a + times * b for a, b in zip(self.clocks, later, strict=True))
-            for arrival in self._loaded.values():
-                arrival.handle += times * later.now
+            for group in self._loaded.keys() & set(groups):  # others arrive when they did
+                self._loaded[group].handle += times * later.now
         return times
 
     def _need(self, group: str) -> None:
