@@ -7,6 +7,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import nn
+
+from tightfit.apply.method_overrides import own_class
+
 __all__ = ["copying"]
 
 
@@ -21,7 +25,7 @@ def copying(set_aside: Callable[[], AbstractContextManager[None]]) -> dict[str, 
         return copy.copy, (copy.deepcopy(self),)
 
     def __copy__(self: Any) -> Any:  # noqa: N807 - has the same parts, which follow the plan
-        twin = object.__new__(type(self))
+        twin: Any = object.__new__(type(self) if isinstance(self, nn.Module) else own_class(self))
         vars(twin).update(vars(self))
         return twin
 

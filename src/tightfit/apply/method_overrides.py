@@ -91,12 +91,16 @@ def override_class_members(target: object, original: type | None = None, /, **me
 def _metaclass(original: type) -> type:
     """Metaclass of classes that equal the class whose members they override, and others that override its members.
 
-    diffusers looks types up in lists when pipelines share components; blocks are counted by their classes.
+    diffusers looks types up in lists when pipelines share components; blocks are counted by their classes. Calling such
+    a class, as in `type(pipe)(**pipe.components)`, makes an instance of the class itself, which follows no plan.
     """
     plain = getattr(original, OVERRIDDEN, original)
 
     def equal(cls: type, other: object) -> bool:
         return getattr(other, OVERRIDDEN, other) is plain
 
-    members = {"__eq__": equal, "__hash__": lambda cls: hash(plain), OVERRIDDEN: plain}
+    def instance(_: type, *args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    members = {"__eq__": equal, "__hash__": lambda cls: hash(plain), "__call__": instance, OVERRIDDEN: plain}
     return type("OverridingType", (type(original),), members)

@@ -6,8 +6,7 @@ Strips that repeat what those before them did are counted at once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from tightfit.plan.compute_segments import ComputeSegment, StripStageTiming, in_order
 from tightfit.plan.timeline import Clocks, HostOverheads, TransferSimulator
@@ -64,18 +63,25 @@ class _FeatureMapTraffic:
 
     def _equal_strips(self, timing: StripStageTiming, strip: Sequence[ComputeSegment], count: int) -> None:
         """Simulate `count` strips with the same segments; at once those that take as long as the ones before them."""
-        needed, states = [segment.group for segment in strip if segment.group], [self._state]
+        needed = [segment.group for segment in strip if segment.group]
+        clocks = [self._clocks]
+        seen: tuple[int, int, object] | None = None  # strips left, period, and contents where times first repeated
         while count:
             self._strip(timing, strip, timing)
             count -= 1
-            states = [*states[-3 * PERIOD :], self._state]
-            if (period := _period(states)) and period < count:  # the last one may drop what the next do not need
-                *later, offloaded_at, loaded_at = _seconds(states[-1 - period], states[-1])
+            clocks.append(self._clocks)
+            period = _period(clocks)
+            if not period or period >= count:  # the last strip may drop what the next ones do not need
+                continue
+            contents = self._flow.contents
+            if seen == (count + period, period, contents):
+                *later, offloaded_at, loaded_at = _between(clocks[-1 - period], clocks[-1])
                 skipped = self._flow.skip(period * needed, (count - 1) // period, Clocks(*later))
                 self._offloaded_at += skipped * offloaded_at
                 self._loaded_at = self._loaded_at and self._loaded_at + skipped * loaded_at
-                count -= skipped * period
-                states = [self._state] if skipped else states
+                count, clocks = count - skipped * period, [self._clocks]
+            if seen is None or seen[0] - count >= period:
+                seen = count, period, contents
 
     def _strip(
         self, timing: StripStageTiming, strip: Sequence[ComputeSegment], following: StripStageTiming | None
@@ -101,43 +107,33 @@ class _FeatureMapTraffic:
         self._flow.wait(self._offloaded_at)
 
     @property
-    def _state(self) -> _FlowState:
-        return _FlowState(self._flow.contents, (*self._flow.clocks, self._offloaded_at, self._loaded_at or 0.0))
+    def _clocks(self) -> tuple[float, ...]:
+        """Seconds, those of the arithmetic first."""
+        return *self._flow.clocks, self._offloaded_at, self._loaded_at or 0.0
 
 
-class _FlowState(NamedTuple):
-    """State after a strip."""
-
-    contents: tuple[Hashable, ...]  # of the ring buffer, and how far it is filled ahead
-    clocks: tuple[float, ...]  # seconds, that of the arithmetic first
-
-
-def _period(states: Sequence[_FlowState]) -> int:
-    """Return after how many strips a state repeats what it did in them, as it has twice; 0: it does not.
+def _period(clocks: Sequence[tuple[float, ...]]) -> int:
+    """Return after how many strips their times repeat, as they have once; 0: they do not.
 
     They took longest on the clock of their arithmetic. What is in a ring buffer may repeat after several strips only.
     """
-    took = [_seconds(before, after) for before, after in itertools.pairwise(states)]
-    for period in range(1, len(took) // 3 + 1):
-        last, *earlier = (took[len(took) - turn * period :][:period] for turn in (1, 2, 3))
-        if (
-            states[-1].contents == states[-1 - period].contents == states[-1 - 2 * period].contents
-            and all(_equal(*pair) for other in earlier for pair in zip(last, other, strict=True))
-            and _computes_longest(_seconds(states[-1 - period], states[-1]))
-        ):
+    now = clocks[-1][0]
+    for period in range(1, min(PERIOD, (len(clocks) - 1) // 2) + 1):
+        middle, start = clocks[-1 - period], clocks[-1 - 2 * period]
+        if abs(now + start[0] - 2 * middle[0]) > TOLERANCE * (now - middle[0]):
+            continue
+        computing, *others = _between(middle, clocks[-1])
+        took = [_between(*pair) for pair in itertools.pairwise(clocks[-1 - 2 * period :])]
+        if max(others) <= (1 + TOLERANCE) * computing and all(map(_equal, took[:period], took[period:])):
             return period
     return 0
 
 
-def _seconds(before: _FlowState, after: _FlowState) -> list[float]:
-    return [end - start for start, end in zip(before.clocks, after.clocks, strict=True)]
+def _between(before: tuple[float, ...], after: tuple[float, ...]) -> list[float]:
+    return [end - start for start, end in zip(before, after, strict=True)]
 
 
 def _equal(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether two strips took equally long on all clocks."""
-    return all(abs(a - b) <= TOLERANCE * one[0] for a, b in zip(one, other, strict=True))
-
-
-def _computes_longest(took: Sequence[float]) -> bool:
-    computing, *others = took
-    return max(others) <= (1 + TOLERANCE) * computing
+    close = TOLERANCE * one[0]
+    return all(abs(a - b) <= close for a, b in zip(one, other, strict=True))
