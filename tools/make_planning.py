@@ -19,13 +19,13 @@ HEAD = """# How long planning takes
 This page answers: how many seconds does a plan take, on the first call of a model and later?
 
 The table has the wall-clock seconds of one plan in a process of its own, on {cpu}, {cores} cores, torch {torch}, with
-nothing else running. Importing torch, diffusers and transformers is not counted. Budgets are shares of the bytes of all
+nothing else running. This shared machine's speed varies: the same plans have taken twice as long on other days.
+Importing torch, diffusers and transformers is not counted. Budgets are shares of the bytes of all
 weights, with the rates of an RTX 4090. *r*: refused, with the budget that would be enough.
 
 - **first**: nothing about the model is known except what the package contains (exported graphs of the catalog's
   autoencoders).
-- **exporting**: as *first*, but without those graphs, as with another version of a library. Measured before copies of
-  the process helped (below), beside other work.
+- **exporting**: as *first*, but without those graphs, as with another version of a library.
 - **known**: the call was measured before. All of the command's own time is counted, and torch is not imported.
 
 On Linux, forked copies of the process help with a first plan where each has 512 MiB of free RAM. They use no card, and
