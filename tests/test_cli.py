@@ -450,6 +450,16 @@ def test_a_plan_of_too_many_steps_is_refused_as_a_run_is(tiny_model: Path, steps
     refused(result, "RequestError", said)
 
 
+@pytest.mark.parametrize("wish", [("--budget", "1GB"), ("--level", 0)], ids=["budget", "level"])
+@pytest.mark.parametrize(("steps", "said"), [((), 50), (("--steps", 3), 3)], ids=["default", "asked"])
+def test_a_plan_begins_with_how_many_steps_it_is_for(
+    tiny_model: Path, wish: tuple[str, Any], steps: tuple[str, int], said: int
+) -> None:
+    result = tightfit_("plan", tiny_model, "--card", "rtx3060", *SMALL[:4], *wish, *steps)
+    assert result.exit_code == 0
+    assert f", {said} steps, " in result.output.splitlines()[0]
+
+
 # help and usage
 
 

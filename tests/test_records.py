@@ -148,6 +148,7 @@ FOOTPRINT = Footprint(
     pipeline="FluxPipeline",
     components=(COMPONENT,),
     request=REQUEST,
+    steps=20,
     phases=(STRETCH,),
     variants=(VARIANT,),
     caches={"unet": StepCache(strategy="text-kv")},
@@ -223,7 +224,7 @@ LIVED = PhaseMeasurement(
 EXPERIENCE = CallMeasurement(plan="c0ffee", first_call=True, stored={"unet": "int8"}, phases=(LIVED,))
 PREDICTION = Prediction(
     model="sdxl", card="rtx3060", capacity=11, other_devices={"cuda:0": 8}, needed_bytes=10, fits=True, plan=PLAN,
-    trace=TRACE, simulated=True, host_seconds={"denoise": 0.5}, dtype="float16", rates="learned",
+    trace=TRACE, simulated=True, host_seconds={"denoise": 0.5}, dtype="float16", steps=20, rates="learned",
     would_fit="512 MiB", sent_bytes=7,
 )  # fmt: skip
 EXAMPLES = [

@@ -30,7 +30,7 @@ def describe(prediction: Prediction, *, verbose: bool = False) -> str:
     trace, plan = prediction.trace, prediction.plan
     asked = plan.request or Request()
     said = [prediction.model, *([asked.described] if asked.described != Request().described else [])]
-    said += [f"{asked.steps} steps"] if asked.steps else []
+    said += [f"{prediction.steps} steps"] if prediction.steps else []
     said += [prediction.dtype] if prediction.dtype else []
     took = f"; predicted {_seconds_in_words(prediction)}, {_SURE[prediction.rates]}" if prediction.fits else ""
     return "\n".join(

@@ -6,7 +6,6 @@ step caches are allowed, those that were calibrated to keep the asked quality co
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ from tightfit.errors import BudgetTooSmall
 from tightfit.run.calibration import PlanningInputs
 from tightfit.run.limits import QUALITY, Limits
 from tightfit.schema.cache_calibration import CacheCalibration, CacheTrial
-from tightfit.schema.footprint import Footprint
 from tightfit.schema.plan import Plan, Reason
 from tightfit.schema.step_cache import StepCache
 from tightfit.units import format_seconds
@@ -105,7 +103,7 @@ class _CalibratedCache(NamedTuple):
 def _calibrated(limits: Limits, plain: PlannedCall, inputs_with: InputsWith) -> PlannedCall:
     """Return the fastest of `plain` and the plans with calibrated caches that keep the asked quality."""
     quality = QUALITY if limits.quality is None else limits.quality
-    steps = _steps(plain.planning_inputs.footprint)
+    steps = plain.planning_inputs.footprint.steps
     options, why_none = _options(limits.calibrations or (), quality, steps)
     best, option = plain, None
     for each in options[:TRIED]:
@@ -155,17 +153,6 @@ def _in_place(plan: Plan, measured: StepCache, cache: StepCache) -> Plan:
         for name, part in plan.components.items()
     }
     return plan.model_copy(update={"components": components})
-
-
-def _steps(footprint: Footprint) -> int | None:
-    """Return how many denoising steps the call takes: as asked, or as the pipeline does by default."""
-    if footprint.request is not None and footprint.request.steps is not None:
-        return footprint.request.steps
-    import diffusers  # where torch is loaded only if need be
-
-    kind = getattr(diffusers, footprint.pipeline, None)
-    default = inspect.signature(kind.__call__).parameters.get("num_inference_steps") if kind else None
-    return default.default if default is not None and isinstance(default.default, int) else None
 
 
 def _seconds(plan: Plan) -> float:

@@ -90,6 +90,7 @@ def counted(
         ),
         host_seconds=_host_seconds(footprint, plan, devices, rates, simulated),
         dtype=main_dtype(footprint.components),
+        steps=footprint.steps,
     )
 
 

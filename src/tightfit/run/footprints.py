@@ -32,6 +32,7 @@ from tightfit.run.module_footprint import Inputs, measure_module
 from tightfit.run.rank_footprints import measure_rank
 from tightfit.run.simulate import Inputs as CallInputs
 from tightfit.run.simulate import SimulationRun
+from tightfit.run.steps import steps_of
 from tightfit.run.strip_profiles import AutoencoderStripProfiles
 from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.run.variants import VariantSimulator, measure_variants
@@ -252,7 +253,12 @@ def _measure_call(
         work.did(PLAYING - BUILDING)
         expected: set[str] = set()
         footprint = made.model_copy(
-            update={"request": simulation.request, "phases": phases, "not_measured": OPTIONAL_PARTS}
+            update={
+                "request": simulation.request,
+                "steps": steps_of(simulation.pipe, simulation.request),
+                "phases": phases,
+                "not_measured": OPTIONAL_PARTS,
+            }
             | ({"caches": simulation.caches, "kept": simulation.fitted.report().trace.caches} if cache else {})
         )
         while wanted := missing(footprint):

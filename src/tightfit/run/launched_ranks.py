@@ -133,7 +133,7 @@ def _early_place(size: int) -> tuple[int, str]:
 def _join(own: LaunchedRank, watch: RankWatch) -> None:
     """Make the process group of all ranks, which are watched from here on. Raises RunError if one does not begin.
 
-    gloo's connections are made rank by rank: a rank that were done at once would close its own while others still
+    gloo's connections are made rank by rank: a rank that is done at once would close its own while others still
     connect, which would take that for a failure. So each waits until all are connected.
     """
     import torch

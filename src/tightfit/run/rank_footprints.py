@@ -16,6 +16,7 @@ from tightfit.plan.default_rates import ANY_CARD
 from tightfit.run.answer_cache import Missing
 from tightfit.run.collecting_rarely import collecting_rarely
 from tightfit.run.simulate import Inputs, SimulationRun
+from tightfit.run.steps import steps_of
 from tightfit.run.strip_profiles import AutoencoderStripProfiles
 from tightfit.run.unlimited_cards import unlimited_card
 from tightfit.schema.footprint import STRIP_OPTIONS, Footprint
@@ -49,7 +50,8 @@ def measure_rank(
                 follow_graph(profiler, name, module, watch, undo)
             simulation.run(inputs)
             found = inspect_pipeline(simulation.pipe)
-            measured = {"request": simulation.request, "phases": profiler.phases()}
+            called, steps = simulation.request, steps_of(simulation.pipe, simulation.request)
+            measured = {"request": called, "steps": steps, "phases": profiler.phases()}
         if parallel.autoencoders.shared:
             return found.model_copy(update=measured)
         footprint = found.model_copy(update=measured | {"not_measured": tuple(STRIP_OPTIONS)})

@@ -35,6 +35,7 @@ from tightfit.run.host_seconds import HostSeconds
 from tightfit.run.models import stored_dtype
 from tightfit.run.pass_replay import PassReplayer
 from tightfit.run.prompt import Prompt
+from tightfit.run.steps import steps_of
 from tightfit.run.unlimited_cards import unlimited_cards
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Plan
@@ -260,6 +261,7 @@ def simulate_call(
         simulated=True,
         trace=_on(trace.model_copy(update={"notes": (*trace.notes, *messages)}), name, called),
         dtype=main_dtype(inspect_pipeline(simulation.pipe).components),
+        steps=steps_of(simulation.pipe, simulation.request),
     )
 
 

@@ -238,6 +238,7 @@ class Footprint(Record):
     pipeline: str
     components: tuple[Component, ...]
     request: Request | None = None
+    steps: Positive | None = None  # denoising steps of the call, as asked or by default
     phases: tuple[Phase, ...] = ()
     variants: tuple[Variant, ...] = ()  # other ways to run denoisers than in `phases`
     not_measured: tuple[str, ...] = ()  # members of OPTIONAL_PARTS that were not measured, because no plan needed them

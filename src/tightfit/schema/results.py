@@ -145,6 +145,7 @@ class Prediction(Record):
     simulated: bool = False  # of a simulated call; else computed: peaks are upper bounds, and copies are not counted
     host_seconds: dict[str, Real] = Field(default_factory=dict)  # host's work on the critical path, by phase
     dtype: str | None = None  # dtype of most weights
+    steps: Positive | None = None  # denoising steps, as asked or by default
     rates: Literal["nominal", "measured", "learned", "guessed"] = "nominal"  # source of the rates used for times
     would_fit: str | None = None  # what would fit, if this does not
     sent_bytes: Count = 0  # what each rank sends to the others, of several that share the rows
