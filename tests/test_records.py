@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tightfit.errors import InputError, PlanError, RequestError, unknown_name
+from tightfit.run.answer_cache import keep, lookup
 from tightfit.schema import footprint, machine, plan, results
 from tightfit.schema.base import Record
 from tightfit.schema.device_map import DeviceMap
@@ -273,6 +274,19 @@ def test_round_trip_by_yaml(record: Record) -> None:
 @each
 def test_text_is_what_other_programs_read(record: Record) -> None:
     assert json.loads(record.to_json()) == yaml.safe_load(record.to_yaml()) == record.to_mapping()
+
+
+@each
+def test_round_trip_through_the_cache(record: Record) -> None:
+    """Its files leave out what is at its default: nothing of one, and everything that may be of the other."""
+    kind, required = type(record), {name for name, field in type(record).model_fields.items() if field.is_required()}
+    least = {
+        name: getattr(record, name)
+        for name in required | {Budget: {"device", "devices", "ram"}, StepCache: {"magnitudes"}}.get(kind, set())
+    }
+    for each in (record, kind.model_validate(least)):
+        keep(each, {"of": "test_records"})
+        assert lookup(kind, {"of": "test_records"}) == each
 
 
 def test_yaml_is_written_for_people() -> None:

@@ -50,7 +50,7 @@ def keep(answer: Record, question: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as partial:
-            partial.write_text(answer.to_json())
+            partial.write_text(json.dumps(answer.model_dump(mode="json", exclude_defaults=True)))
 
 
 def lookup(kind: type[Answer], question: dict[str, Any]) -> Answer | None:

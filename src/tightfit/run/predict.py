@@ -14,6 +14,7 @@ from tightfit.plan.options import SearchCaches
 from tightfit.run.answer_cache import cached, footprint_question, marked, recalled_footprint
 from tightfit.run.cache_choice import plan_with_cache
 from tightfit.run.count import PLANNED_NOTE, counted, needs_store_rates
+from tightfit.run.garbage import raised_threshold
 from tightfit.run.limits import Limits
 from tightfit.run.models import resolve_model, stored_dtype
 from tightfit.run.plan_options import demo_request
@@ -66,7 +67,7 @@ def forecast(
     if limits is not None:
         called = [each.name for each in (accelerator, *others)]
         limits = _among(called if others or not known else [card_called(card or "")], limits)
-        with say("planning"):
+        with say("planning"), raised_threshold():
             planned = _planned(which, mark, (accelerator, *others), request, limits, own)
     fields, time_scales = (planned.fields, planned.time_scales) if planned else (fields, {})
     name = title or "the demo model"
