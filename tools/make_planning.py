@@ -25,7 +25,8 @@ weights, with the rates of an RTX 4090. *r*: refused, with the budget that would
 
 - **first**: nothing about the model is known except what the package contains (exported graphs of the catalog's
   autoencoders).
-- **exporting**: as *first*, but without those graphs, as with another version of a library.
+- **exporting**: as *first*, but without those graphs, as with another version of a library. Most of this column was
+  measured beside some other work.
 - **known**: the call was measured before. All of the command's own time is counted, and torch is not imported.
 
 On Linux, forked copies of the process help with a first plan where each has 512 MiB of free RAM. They use no card, and
